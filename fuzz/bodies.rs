@@ -186,16 +186,6 @@ pub fn checkpoint(files: &ModelFiles) -> Accepted {
 }
 
 fn tokenizer(files: &ModelFiles) -> Option<Tokenizer> {
-    match files.read("tokenizer_config.json") {
-        Ok(Some(bytes)) => {
-            let chat = ChatFiles { tokenizer_config: Some(&bytes), chat_template_jinja: None };
-            if let Err(error) = ChatTemplate::from_checkpoint(chat) {
-                assert!(!error.to_string().is_empty());
-            }
-        }
-        Ok(None) => {}
-        Err(error) => one_line(&error),
-    }
     let bytes = match files.read("tokenizer.json") {
         Ok(bytes) => bytes?,
         Err(error) => {
@@ -211,6 +201,16 @@ fn tokenizer(files: &ModelFiles) -> Option<Tokenizer> {
                     assert!(ids.len() <= 16 * text.len() + 64, "{text:?} becomes {} ids", ids.len());
                     tokenizer.decode(&ids, true);
                 }
+            }
+            match files.read("tokenizer_config.json") {
+                Ok(Some(bytes)) => {
+                    let chat = ChatFiles { tokenizer_config: Some(&bytes), chat_template_jinja: None };
+                    if let Err(error) = ChatTemplate::from_checkpoint(chat, &tokenizer) {
+                        assert!(!error.to_string().is_empty());
+                    }
+                }
+                Ok(None) => {}
+                Err(error) => one_line(&error),
             }
             Some(tokenizer)
         }

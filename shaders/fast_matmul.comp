@@ -4,8 +4,8 @@
 //   W  up to three matrices [rows, cols], packed (common/weights.glsl), all multiplied with the same x
 //   x  int8 blocks of `tokens` rows, padded to x_stride       y  f32 [tokens, rows] of each matrix, rows y_stride apart
 //
-// GEGLU needs two matrices of the same shape, gate and up. y0 and y1_or_none are then the blocks and scales of
-// gelu_tanh(gate) * up, quantized, with as many padded rows as x.
+// GATED needs two matrices of the same shape, gate and up. y0 and y1_or_none are then the blocks and scales of
+// activated(gate) * up, quantized, with as many padded rows as x. SILU chooses the activation (common/activation.glsl).
 //
 // More tokens than COLUMNS need several passes over the weights: the x dimension of the grid counts passes that run
 // together, the z dimension counts groups of such passes. Workgroups with the same weights are neighbours in the grid,
@@ -22,7 +22,6 @@
 #include "memory.glsl"
 #include "weights.glsl"
 #include "fast.glsl"
-#include "gelu.glsl"
 
 // Number of tokens that a workgroup computes.
 layout(constant_id = 0) const uint COLUMNS = 1;
@@ -38,7 +37,9 @@ layout(constant_id = 1) const uint HALVES = 1;
 const uint ROW_TILES = 4;
 #else
 layout(local_size_x = 32, local_size_y = SEGMENTS) in;
-layout(constant_id = 1) const uint GEGLU = 0;
+layout(constant_id = 1) const uint GATED = 0;
+layout(constant_id = 4) const uint SILU = 0;
+#include "activation.glsl"
 const uint ROW_TILES = 1;
 #endif
 // Number of blocks of weights that share one scale (common/weights.glsl).
@@ -84,10 +85,10 @@ struct Part {
     uint first_tile;
 };
 
-// Parts are numbered through all matrices. The two matrices of GEGLU share their parts.
+// Parts are numbered through all matrices. The two matrices of GATED share their parts.
 Part part_of(uint index) {
 #if !defined(ON_CPU) && !defined(IN_TILES)
-    if (GEGLU == 1) return Part(0, uvec2(blocks0), uvec2(scales0), rows0, y0_stride, index);
+    if (GATED == 1) return Part(0, uvec2(blocks0), uvec2(scales0), rows0, y0_stride, index);
 #endif
     const uint parts0 = parts_of(rows0), parts1 = parts_of(rows1);
     if (index < parts0) return Part(0, uvec2(blocks0), uvec2(scales0), rows0, y0_stride, index * ROW_TILES);

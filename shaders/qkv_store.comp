@@ -1,8 +1,9 @@
-// Between the q, k, v projections and attention: QK-norm, RoPE, the attention scale, and the KV store.
+// Between the q, k, v projections and attention: biases, QK-norm, RoPE, the attention scale, and the KV store.
 //
-//   q f32 [tokens, num_heads, head_dim]     q = rope(norm(q)) * q_scale, in place
-//   k f32 [tokens, num_kv_heads, head_dim]  k_cache[slot] = rope(norm(k))
-//   v f32 [tokens, num_kv_heads, head_dim]  v_cache[slot] = v
+//   q f32 [tokens, num_heads, head_dim]     q = rope(norm(q + bias)) * q_scale, in place
+//   k f32 [tokens, num_kv_heads, head_dim]  k_cache[slot] = rope(norm(k + bias))
+//   v f32 [tokens, num_kv_heads, head_dim]  v_cache[slot] = v + bias
+//   biases f32 [num_heads, head_dim] and [num_kv_heads, head_dim], only with BIAS; norms [head_dim], only with QK_NORM
 //   k_cache, v_cache  blocks of keys and of values (common/kv.glsl)
 //   rope  [position][head_dim / 2] of (cos, sin). The host computes it in f64, because Vulkan specifies the precision
 //         of its cos and sin only on [-pi, pi]. Dimension i is rotated with dimension i + head_dim / 2
@@ -19,12 +20,18 @@
 
 layout(local_size_x = INVOCATIONS) in;
 
+layout(constant_id = 0) const uint QK_NORM = 1;
+layout(constant_id = 1) const uint BIAS = 0;
+
 layout(push_constant, std430) uniform Push {
     Floats q;
     ReadFloats k;
     ReadFloats v;
-    ReadFloats q_norm;
-    ReadFloats k_norm;
+    ReadFloats q_bias_or_none;
+    ReadFloats k_bias_or_none;
+    ReadFloats v_bias_or_none;
+    ReadFloats q_norm_or_none;
+    ReadFloats k_norm_or_none;
     ReadVec2s rope;
     ReadUints positions;
     ReadUints slot_mapping;
@@ -77,6 +84,13 @@ void store(WriteUints cache, bool is_key, uint token, uint head) {
 #endif
 }
 
+// An element of the queries or keys. `i` is its place in the product, `in_row` that in the token's row.
+float projected(bool is_q, uint i, uint in_row) {
+    float value = is_q ? q.at[i] : k.at[i];
+    if (BIAS == 1) value += is_q ? q_bias_or_none.at[in_row] : k_bias_or_none.at[in_row];
+    return value;
+}
+
 void main() {
     const uint token = gl_WorkGroupID.x, lane = gl_LocalInvocationID.x, half_dim = head_dim / 2;
     uint head = gl_WorkGroupID.y;
@@ -84,38 +98,41 @@ void main() {
     if (head >= num_heads + num_kv_heads) {
         head -= num_heads + num_kv_heads;
         const uint from = (token * num_kv_heads + head) * head_dim;
-        for (uint i = lane; i < head_dim; i += INVOCATIONS) row[i] = v.at[from + i];
+        for (uint i = lane; i < head_dim; i += INVOCATIONS) {
+            row[i] = v.at[from + i];
+            if (BIAS == 1) row[i] += v_bias_or_none.at[head * head_dim + i];
+        }
         store(v_cache, false, token, head);
         return;
     }
 
     const bool is_q = head < num_heads;
     if (!is_q) head -= num_heads;
-    const uint from = (token * (is_q ? num_heads : num_kv_heads) + head) * head_dim;
+    const uint from = (token * (is_q ? num_heads : num_kv_heads) + head) * head_dim, in_row = head * head_dim;
 
-    for (uint turn = 0; turn < TURNS; turn++) {
-        float squares = 0.0;
-        for (uint i = lane_of(turn); i < head_dim; i += WORKGROUP) {
-            const float value = is_q ? q.at[from + i] : k.at[from + i];
-            squares = fma(value, value, squares);
+    float factor = 1.0;
+    if (QK_NORM == 1) {
+        for (uint turn = 0; turn < TURNS; turn++) {
+            float squares = 0.0;
+            for (uint i = lane_of(turn); i < head_dim; i += WORKGROUP) {
+                const float value = projected(is_q, from + i, in_row + i);
+                squares = fma(value, value, squares);
+            }
+            share(lane_of(turn), squares);
         }
-        share(lane_of(turn), squares);
+        factor = inversesqrt(workgroup_sum() / float(head_dim) + eps);
     }
-    const float factor = inversesqrt(workgroup_sum() / float(head_dim) + eps);
 
     const uint angles = positions.at[token] * half_dim;
     for (uint i = lane; i < half_dim; i += INVOCATIONS) {
         const uint j = i + half_dim;
         const vec2 cos_sin = rope.at[angles + i];
-        vec2 pair, weight;
-        if (is_q) {
-            pair = vec2(q.at[from + i], q.at[from + j]);
-            weight = vec2(q_norm.at[i], q_norm.at[j]);
-        } else {
-            pair = vec2(k.at[from + i], k.at[from + j]);
-            weight = vec2(k_norm.at[i], k_norm.at[j]);
+        vec2 pair = vec2(projected(is_q, from + i, in_row + i), projected(is_q, from + j, in_row + j));
+        if (QK_NORM == 1) {
+            const vec2 weight = is_q ? vec2(q_norm_or_none.at[i], q_norm_or_none.at[j])
+                                     : vec2(k_norm_or_none.at[i], k_norm_or_none.at[j]);
+            pair = pair * factor * weight;
         }
-        pair = pair * factor * weight;
         const vec2 turned =
             vec2(pair.x * cos_sin.x - pair.y * cos_sin.y, pair.y * cos_sin.x + pair.x * cos_sin.y);
         if (is_q) {

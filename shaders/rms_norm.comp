@@ -1,9 +1,11 @@
-// norm(x)[i] = x[i] / sqrt(mean(x^2) + eps) * (1 + weight[i])          (Gemma's RMSNorm: 1 + w, not w)
+// norm(x)[i] = x[i] / sqrt(mean(x^2) + eps) * weight[i]
 //
 //   default   y[t] = norm(x[t])
 //   GATHER    y[i] = norm(x[rows[i]])        (the final norm, of the rows whose logits are needed)
 //   ADD       hidden[t] += norm(x[t])        (the residual add after a post-norm)
 //   RESIDUAL  hidden[t] += norm(x[t]), and y[t] = norm(hidden[t]) with next_weight (the norm before the next matrices)
+//
+// Without POST_NORM, ADD and RESIDUAL add x[t] itself.
 //
 // With INT8, variants that write y write it quantized, as blocks and scales (common/fast.glsl). With BOTH they write y
 // and the quantized form.
@@ -22,9 +24,15 @@
 
 layout(local_size_x = INVOCATIONS) in;
 
+#if defined(ADD) || defined(RESIDUAL)
+layout(constant_id = 0) const uint POST_NORM = 1;
+#else
+const uint POST_NORM = 1;
+#endif
+
 layout(push_constant, std430) uniform Push {
     ReadVec4s x;
-    ReadFloats weight;
+    ReadFloats weight_or_none;
     ReadFloats next_weight;
     Vec4s hidden;
     WriteVec4s y;
@@ -67,20 +75,24 @@ void main() {
 #endif
     const uint from = in_row * x_stride / 4, to = out_row * y_stride / 4, last = dim + 3 & ~3u;
 
-    for (uint turn = 0; turn < TURNS; turn++) {
-        float squares = 0.0;
-        for (uint column = 4 * lane_of(turn); column < last; column += 4 * WORKGROUP)
-            squares = add_squares(squares, within(x.at[from + column / 4], column));
-        share(lane_of(turn), squares);
+    float factor = 1.0;
+    if (POST_NORM == 1) {
+        for (uint turn = 0; turn < TURNS; turn++) {
+            float squares = 0.0;
+            for (uint column = 4 * lane_of(turn); column < last; column += 4 * WORKGROUP)
+                squares = add_squares(squares, within(x.at[from + column / 4], column));
+            share(lane_of(turn), squares);
+        }
+        factor = factor_of(eps);
     }
-    float factor = factor_of(eps);
 
 #if defined(ADD) || defined(RESIDUAL)
     for (uint turn = 0; turn < TURNS; turn++) {
         float squares = 0.0;
         for (uint column = 4 * lane_of(turn); column < last; column += 4 * WORKGROUP) {
-            const vec4 normed = within(x.at[from + column / 4], column) * factor * weight_at(weight, column);
-            const vec4 sum = within(hidden.at[to + column / 4], column) + normed;
+            vec4 added = within(x.at[from + column / 4], column);
+            if (POST_NORM == 1) added = added * factor * weight_at(weight_or_none, column);
+            const vec4 sum = within(hidden.at[to + column / 4], column) + added;
             hidden.at[to + column / 4] = sum;
             squares = add_squares(squares, sum);
         }
@@ -104,7 +116,7 @@ void main() {
             // The same invocation wrote these columns of `hidden`, so no barrier is needed.
             normed = hidden.at[to + column / 4] * factor * weight_at(next_weight, column);
 #else
-            normed = within(x.at[from + column / 4], column) * factor * weight_at(weight, column);
+            normed = within(x.at[from + column / 4], column) * factor * weight_at(weight_or_none, column);
 #endif
 #ifndef INT8
             y.at[to + column / 4] = normed;

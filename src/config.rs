@@ -113,6 +113,8 @@ pub struct Model {
     pub config: Option<String>,
     /// Path of tokenizer.json. `None` = in the model's folder.
     pub tokenizer: Option<String>,
+    /// Path of a chat template. `None` = the checkpoint's own.
+    pub chat_template: Option<String>,
     /// The draft model for speculative decoding.
     pub draft: Option<String>,
     pub quantize: QuantizeMode,

@@ -17,7 +17,7 @@ void await_segment() {
     else barrier();
 }
 
-const uint MATRICES = GEGLU + 1;
+const uint MATRICES = GATED + 1;
 // Number of columns whose segments are added up in one pass. Each invocation adds up one column.
 const uint STAGED = SEGMENTS;
 
@@ -46,7 +46,7 @@ void main() {
     uvec2 blocks[MATRICES], scales[MATRICES];
     blocks[0] = part.blocks;
     scales[0] = part.scales;
-    if (GEGLU == 1) {
+    if (GATED == 1) {
         blocks[MATRICES - 1] = uvec2(blocks1_or_none);
         scales[MATRICES - 1] = uvec2(scales1_or_none);
     }
@@ -150,11 +150,11 @@ void main() {
             total[m] *= half_of(Scales(scales[m]), tile, lane);
 #endif
         }
-        if (GEGLU == 0) {
+        if (GATED == 0) {
             if (is_one && row < part.rows) put(part, token, row, total[0]);
         } else {
             // The 32 rows of a tile are one block of the output activations, so there are as many blocks as tiles.
-            float value = is_one && row < part.rows ? gelu_tanh(total[0]) * total[MATRICES - 1] : 0.0;
+            float value = is_one && row < part.rows ? activated(total[0]) * total[MATRICES - 1] : 0.0;
             const uint tiles = tiles_of(part.rows);
             bool has_second = false;
             [[dont_unroll]] for (uint digit = 0; digit < 2; digit++) {

@@ -1,4 +1,4 @@
-// An implementation of fast_matmul.comp for a CPU device, without GEGLU. A CPU has no scalar registers and no dot
+// An implementation of fast_matmul.comp for a CPU device, without GATED. A CPU has no scalar registers and no dot
 // products of packed bytes, and barriers between invocations are slow. So a workgroup is one SIMD vector of the CPU. It
 // computes a tile of rows, with several rows per invocation. So it reads the tile's weights in memory order, which a
 // CPU prefetches, and uses each unpacked activation for several rows.

@@ -22,7 +22,7 @@ use utoipa::{PartialSchema, ToSchema};
 
 use crate::api::error::ApiError;
 use crate::api::exchange::{self, Client};
-use crate::api::openai::conversation::{ChatMessages, EndingFields, messages};
+use crate::api::openai::conversation::{ChatMessages, TemplateFields, messages};
 use crate::api::openai::models::ModelList;
 use crate::api::openai::tools::ChatToolFields;
 use crate::api::openapi::{AuthErrors, BodyErrors, post_route};
@@ -101,7 +101,7 @@ wire::composed! {
     TokenizeRequest {
         text: TokenizeFields,
         tools: ChatToolFields,
-        ending: EndingFields,
+        template: TemplateFields,
     }
 }
 
@@ -224,7 +224,7 @@ post_route! {
     tokenize(server, client: Client, body) -> Json<Tokenized> {
         let work = exchange::process_body(&server, &client, body, |server, body| {
             let request = TokenizeRequest::read(&wire::object(body)?)?;
-            let TokenizeRequest { text, tools, ending } = request;
+            let TokenizeRequest { text, tools, template } = request;
             // Tools are always checked, as the document says.
             let tools = tools.tools()?;
             let conversation = text.messages.map(messages).transpose()?;
@@ -252,7 +252,10 @@ post_route! {
                         (Some(prompt), _) => service
                             .encode(&prompt, text.add_special_tokens.unwrap_or(true), None)
                             .map_err(|error| ApiError::from(error).in_prompt("prompt"))?,
-                        (None, Some(messages)) => service.prompt(&messages, ending.ending(&messages)?, None)?,
+                        (None, Some(messages)) => {
+                            let (ending, kwargs) = (template.ending(&messages)?, template.kwargs()?);
+                            service.prompt(&messages, ending, &kwargs, None)?
+                        }
                         (None, None) => return Err(wire::missing("prompt")),
                     };
                     Ok(Tokenized::Prompt(PromptTokens {

@@ -26,6 +26,7 @@ use crate::file;
 pub const MAX_READ_BYTES: u64 = 64 << 20;
 
 const CONFIG_FILE: &str = "config.json";
+const CHAT_TEMPLATE_FILE: &str = "chat_template.jinja";
 /// Configs have a few KB. The limit is low because a parsed JSON value takes up to 32 times the bytes of its text.
 const MAX_CONFIG_BYTES: usize = 1 << 20;
 
@@ -147,7 +148,18 @@ impl ModelFiles {
 
     /// Takes `tokenizer.json` from another path: a file, or a folder, of which the chat template is taken too.
     pub fn with_tokenizer(self, path: &Path) -> Result<Self, CheckpointError> {
-        self.with("tokenizer.json", &["tokenizer_config.json", "chat_template.jinja"], path)
+        self.with("tokenizer.json", &["tokenizer_config.json", CHAT_TEMPLATE_FILE], path)
+    }
+
+    /// Takes the chat template from another file.
+    pub fn with_chat_template(mut self, path: &Path) -> Result<Self, CheckpointError> {
+        if !path.is_file() {
+            let problem = "is not a file; expected a chat template in Jinja";
+            return Err(CheckpointError::file(path.display(), problem));
+        }
+        // It has precedence over the template of the tokenizer's folder.
+        self.overrides.insert(0, (CHAT_TEMPLATE_FILE.to_owned(), path.to_path_buf()));
+        Ok(self)
     }
 
     fn with(mut self, name: &str, companions: &[&str], path: &Path) -> Result<Self, CheckpointError> {

@@ -154,6 +154,7 @@ impl Checkpoint {
             file: &self.table.files[entry.file].display,
             shape: &entry.shape,
             encoding,
+            interleaved: entry.interleaved,
         }
     }
 
@@ -219,7 +220,7 @@ impl Checkpoint {
             let infos = header(&display, &bytes)?.tensors;
             let file = self.table.files.len();
             for (name, shape, stored) in native::entries(manifest, name, &display, file, infos)? {
-                self.table.add(Entry { name, shape, file, stored }, &display)?;
+                self.table.add(Entry { name, shape, file, stored, interleaved: None }, &display)?;
             }
             self.table.files.push(CheckpointFile { display, bytes });
         }
@@ -237,7 +238,8 @@ impl Checkpoint {
         for info in header(&display, &bytes)?.tensors {
             let data = Span { file, range: info.range };
             let stored = Stored::Plain { dtype: info.dtype, data };
-            self.table.add(Entry { name: info.name, shape: info.shape, file, stored }, &display)?;
+            let entry = Entry { name: info.name, shape: info.shape, file, stored, interleaved: None };
+            self.table.add(entry, &display)?;
         }
         self.table.files.push(CheckpointFile { display, bytes });
         Ok(())
@@ -248,18 +250,20 @@ impl Checkpoint {
         parts: Vec<(String, FileBytes)>,
         archs: &[&'static GgufArch],
     ) -> Result<(), CheckpointError> {
-        let arch = parts.first().and_then(|(_, bytes)| gguf::arch_of(bytes, archs));
+        let layout = parts.first().and_then(|(_, bytes)| gguf::Layout::of(bytes, archs));
         self.format = Format::Gguf;
         self.norms_hold_one = true;
         let count = parts.len();
         for (file, (display, bytes)) in parts.into_iter().enumerate() {
-            for (name, info) in gguf::tensors(&bytes, &display, (file, count), arch)? {
+            let tensors = gguf::tensors(&bytes, &display, (file, count), layout.as_ref())?;
+            for gguf::NamedTensor { name, info, interleaved } in tensors {
                 let data = Span { file, range: info.range };
                 let stored = match info.element {
                     Element::Plain(dtype) => Stored::Plain { dtype, data },
                     Element::Blocks(kind) => Stored::Ggml { kind, data },
                 };
-                self.table.add(Entry { name, shape: info.shape, file, stored }, &display)?;
+                let entry = Entry { name, shape: info.shape, file, stored, interleaved };
+                self.table.add(entry, &display)?;
             }
             self.table.files.push(CheckpointFile { display, bytes });
         }

@@ -43,6 +43,8 @@ pub(super) struct Entry {
     /// Index of the file that messages name.
     pub file: usize,
     pub stored: Stored,
+    /// As [`Tensor::interleaved`](super::Tensor::interleaved).
+    pub interleaved: Option<usize>,
 }
 
 /// The location of the bytes of an [`Encoding`](super::Encoding).

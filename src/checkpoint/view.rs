@@ -22,6 +22,9 @@ pub struct Tensor<'a> {
     pub file: &'a str,
     pub shape: &'a [usize],
     pub encoding: Encoding<'a>,
+    /// The dimension of a head, if its rows are stored so that each row of the first half is followed by its counterpart
+    /// in the second half. Reading returns the rows of the first half first.
+    pub interleaved: Option<usize>,
 }
 
 /// How the bytes of a tensor encode its values. Tensors with equal encodings have equal values.
@@ -81,6 +84,7 @@ impl<'a> Tensor<'a> {
     /// make a weight NaN or infinite. Panics if that scheme does not quantize, or the row is beyond the tensor.
     pub fn quantized_row_into(&self, row: usize, out: &mut QuantizedRow) -> Result<(), CheckpointError> {
         assert!(row < self.rows() && out.q.len() == self.cols(), "row {row} of {}", self.name);
+        let row = self.stored_row(row);
         match &self.encoding {
             Encoding::Plain { dtype, .. } => panic!("{} holds {dtype:?}: it is not quantized", self.name),
             Encoding::Ggml(ggml) => ggml.quantized_row_into(row, out),
@@ -102,6 +106,13 @@ impl<'a> Tensor<'a> {
         let cols = self.cols();
         assert_eq!(out.len(), rows.len() * cols, "output of {}", self.name);
         assert!(rows.end <= self.rows(), "rows {rows:?} of {}", self.name);
+        if self.interleaved.is_some() {
+            let as_stored = Tensor { interleaved: None, ..*self };
+            return rows.zip(out.chunks_exact_mut(cols)).try_for_each(|(row, out)| {
+                let stored = self.stored_row(row);
+                as_stored.rows_f32_into(stored..stored + 1, out)
+            });
+        }
         match &self.encoding {
             Encoding::Plain { dtype, data } => {
                 let bytes = &data[rows.start * cols * dtype.size()..rows.end * cols * dtype.size()];
@@ -130,6 +141,13 @@ impl<'a> Tensor<'a> {
             );
         }
         Ok(())
+    }
+
+    /// The place of a row in the file.
+    fn stored_row(&self, row: usize) -> usize {
+        let Some(dim) = self.interleaved else { return row };
+        let (head, in_head) = (row / dim, row % dim);
+        head * dim + 2 * (in_head % (dim / 2)) + in_head / (dim / 2)
     }
 
     /// Some rows as f32; see [`Tensor::rows_f32_into`].

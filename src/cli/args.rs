@@ -73,6 +73,13 @@ pub struct TokenizerOption {
 }
 
 #[derive(Debug, Clone, Args)]
+pub struct TemplateOption {
+    /// Chat template in Jinja, for a checkpoint without one, or instead of its own
+    #[arg(long, id = "model.chat_template", value_name = "FILE")]
+    pub chat_template: Option<String>,
+}
+
+#[derive(Debug, Clone, Args)]
 pub struct QuantizeOption {
     /// Quantize the weights while loading: none, int8-row, int4-g32, int4-g128, int4-g128-emb8, emb8
     #[arg(long, id = "model.quantize", value_name = "MODE")]
@@ -238,6 +245,8 @@ pub struct MemoryOptions {
 pub struct ServeOptions {
     #[command(flatten)]
     pub engine: EngineOptions,
+    #[command(flatten)]
+    pub template: TemplateOption,
     /// Id of the model in the API [default: the folder's name]
     #[arg(long, id = "model.name", value_name = "NAME")]
     pub name: Option<String>,
@@ -267,6 +276,8 @@ pub struct Serve {
 pub struct Generate {
     #[command(flatten)]
     pub engine: EngineOptions,
+    #[command(flatten)]
+    pub template: TemplateOption,
     /// The prompt to answer
     #[arg(long, value_name = "TEXT")]
     pub prompt: String,
@@ -280,6 +291,8 @@ pub struct Generate {
 pub struct Chat {
     #[command(flatten)]
     pub engine: EngineOptions,
+    #[command(flatten)]
+    pub template: TemplateOption,
     #[command(flatten)]
     pub sampling: Sampling,
     /// Do not read or write the history of typed lines
@@ -423,13 +436,13 @@ pub enum Class {
 impl Class {
     pub const ALL: [Class; 3] = [Class::Attention, Class::FeedForward, Class::Embedding];
 
-    /// The class of a tensor; `None` for a norm.
+    /// The class of a tensor; `None` for a norm or a bias. The head has the scheme of the embedding.
     pub fn of(spec: &TensorSpec) -> Option<Class> {
         match spec.role {
-            Role::Embedding => Some(Class::Embedding),
+            Role::Embedding | Role::Head => Some(Class::Embedding),
             Role::Projection(InputGroup::Qkv | InputGroup::Output) => Some(Class::Attention),
             Role::Projection(InputGroup::GateUp | InputGroup::Down) => Some(Class::FeedForward),
-            Role::Norm => None,
+            Role::Norm | Role::Bias => None,
         }
     }
 }

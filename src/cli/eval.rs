@@ -91,49 +91,64 @@ fn check(limits: &Limits, tokens: &[u32]) -> Result<(), Error> {
 
 fn perplexity(mut model: Model, text: &str, path: &Path) -> Result<(), Error> {
     let ids = text_ids(&model, text, path)?;
-    let bar = Bar::of("tokens", "reading", ids.len() as u64);
-    let nll = predict(&mut model, &ids, &bar, &mut |_| {})?;
+    let windows = windows(&model, &ids)?;
+    let total: usize = windows.iter().map(|window| window.len() - 1).sum();
+    let bar = Bar::of("tokens", "reading", total as u64);
+    let nll = predict(&mut model, &windows, &bar, &mut |_| {})?;
     drop(bar);
-    let (total, mean) = (ids.len(), nll / ids.len() as f64);
+    let mean = nll / total as f64;
     print(&format!("perplexity {:.4} (nll {mean:.5} per token, {total} tokens)\n", mean.exp()))
 }
 
-/// The token ids of a text, without `<bos>`. An empty text is an error.
+/// The token ids of a text, without the id that the tokenizer puts in front of it. An empty text is an error.
 pub fn text_ids(model: &Model, text: &str, path: &Path) -> Result<Vec<u32>, Error> {
-    let mut ids = model.texts.tokenizer.encode(text, true)?;
-    model.texts.tokenizer.check_ids(&ids, model.vocab_size())?;
-    if ids.first() == Some(&model.texts.config.bos_token_id) {
-        ids.remove(0);
-    }
+    let tokenizer = &model.texts.tokenizer;
+    let mut ids = tokenizer.encode(text, true)?;
+    tokenizer.check_ids(&ids, model.vocab_size())?;
+    ids.drain(..tokenizer.ids_in_front());
     if ids.is_empty() {
         return Err(Error::Argument(format!("{}: the text is empty", path.display())));
     }
     Ok(ids)
 }
 
-/// Calls `each` with the logits that predict each id of `ids`, in order, and returns the sum of the negative log
-/// likelihoods. The text is split into windows of the context's length. Every window begins with `<bos>`, and every token
-/// is predicted once.
-pub fn predict(
-    model: &mut Model,
-    ids: &[u32],
-    bar: &Bar,
-    each: &mut dyn FnMut(&[f32]),
-) -> Result<f64, Error> {
-    // One position of each window is for `<bos>`.
-    let window_tokens = model.max_context().saturating_sub(1);
-    if window_tokens == 0 {
+/// The windows of the context's length in which the model reads a text. Every window begins with one id more: the one
+/// that the tokenizer puts in front of texts, or else the last one of the window before. In the second case, nothing
+/// predicts the first id of the text.
+pub fn windows(model: &Model, ids: &[u32]) -> Result<Vec<Vec<u32>>, Error> {
+    let length = model.max_context().saturating_sub(1);
+    if length == 0 {
         return Err(Error::Argument(
             "--context: a context of 1 token predicts nothing; expected at least 2".into(),
         ));
     }
+    let windows = match model.texts.tokenizer.bos() {
+        Some(bos) => ids.chunks(length).map(|window| [&[bos], window].concat()).collect(),
+        None if ids.len() < 2 => {
+            return Err(Error::Argument("the text is one token, which nothing predicts".into()));
+        }
+        None => {
+            let starts = (0..ids.len() - 1).step_by(length);
+            starts.map(|start| ids[start..ids.len().min(start + length + 1)].to_vec()).collect()
+        }
+    };
+    Ok(windows)
+}
+
+/// Calls `each` with the logits that predict each id of these windows but the first, in order, and returns the sum of the
+/// negative log likelihoods.
+pub fn predict(
+    model: &mut Model,
+    windows: &[Vec<u32>],
+    bar: &Bar,
+    each: &mut dyn FnMut(&[f32]),
+) -> Result<f64, Error> {
     let vocab = model.vocab_size();
-    let (mut nll, mut done) = (0f64, 0);
-    for window in ids.chunks(window_tokens) {
-        let mut tokens = vec![model.texts.config.bos_token_id];
-        tokens.extend(window);
+    let mut nll = 0f64;
+    for tokens in windows {
+        let mut done = 1;
         // The row at a position predicts the token after it; the last row's token is unknown.
-        model.runner.logits(&tokens, &mut |start, rows| {
+        model.runner.logits(tokens, &mut |start, rows| {
             for (row, target) in rows.chunks_exact(vocab).zip(&tokens[start + 1..]) {
                 nll += negative_log_likelihood(row, *target);
                 each(row);
@@ -141,8 +156,8 @@ pub fn predict(
                 done += 1;
             }
         })?;
+        assert_eq!(done, tokens.len(), "every token is predicted once");
     }
-    assert_eq!(done, ids.len(), "every token is predicted once");
     Ok(nll)
 }
 

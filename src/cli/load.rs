@@ -26,7 +26,7 @@ use crate::model::{self, Runner, SamplingOptions, heaps};
 use crate::npu::cli::Npu;
 use crate::session::Service;
 use crate::tensor::{KvDtype, Precision};
-use crate::text::{ChatFiles, ChatTemplate, FAMILY, Tokenizer};
+use crate::text::{ChatFiles, ChatTemplate, Tokenizer};
 
 /// Longest wait until the engine releases the device.
 const ENGINE_END: Duration = Duration::from_secs(10);
@@ -46,7 +46,11 @@ pub fn files(model: &config::Model) -> Result<ModelFiles, Error> {
     match &model.path {
         Some(path) => files_at(path.as_ref(), model),
         None => {
-            let misplaced = [("config", &model.config), ("tokenizer", &model.tokenizer)];
+            let misplaced = [
+                ("config", &model.config),
+                ("tokenizer", &model.tokenizer),
+                ("chat_template", &model.chat_template),
+            ];
             if let Some((name, Some(path))) = misplaced.into_iter().find(|(_, path)| path.is_some()) {
                 return Err(Error::Argument(format!(
                     "model.{name} is {path}, but no model is named; name one with --model (model.path)"
@@ -60,7 +64,8 @@ pub fn files(model: &config::Model) -> Result<ModelFiles, Error> {
     }
 }
 
-/// The files of the model at `path`. `model` may name other paths for config.json and tokenizer.json.
+/// The files of the model at `path`. `model` may name other paths for config.json, tokenizer.json
+/// and the chat template.
 pub fn files_at(path: &Path, model: &config::Model) -> Result<ModelFiles, Error> {
     let mut files = arch::open_files(path)?;
     if let Some(path) = &model.config {
@@ -68,6 +73,9 @@ pub fn files_at(path: &Path, model: &config::Model) -> Result<ModelFiles, Error>
     }
     if let Some(path) = &model.tokenizer {
         files = files.with_tokenizer(path.as_ref())?;
+    }
+    if let Some(path) = &model.chat_template {
+        files = files.with_chat_template(path.as_ref())?;
     }
     Ok(files)
 }
@@ -85,7 +93,6 @@ pub fn demo_files() -> ModelFiles {
 /// The contents of a model's small files: everything that a server needs except the weights.
 pub struct Texts {
     pub tokenizer: Tokenizer,
-    pub config: ModelSpec,
     template: ChatTemplate,
     defaults: SamplingOptions,
     stop_token_ids: Vec<u32>,
@@ -122,14 +129,14 @@ pub fn texts(files: &ModelFiles, config: ModelSpec, generation: &GenerationConfi
     let (tokenizer_config, jinja) = (read("tokenizer_config.json")?, read("chat_template.jinja")?);
     let chat_files =
         ChatFiles { tokenizer_config: tokenizer_config.as_deref(), chat_template_jinja: jinja.as_deref() };
-    let template = ChatTemplate::from_checkpoint(chat_files)?;
+    let template = ChatTemplate::from_checkpoint(chat_files, &tokenizer)?;
     tracing::info!("template {}", template.origin());
 
     let mut stop_token_ids = config.eos_token_ids.clone();
     // Some configs do not name the token with which the model ends its turns.
-    let end_of_turn = tokenizer.token_id(FAMILY.end_of_turn);
+    let end_of_turn = tokenizer.end_of_turn();
     stop_token_ids.extend(end_of_turn.filter(|id| !config.eos_token_ids.contains(id)));
-    Ok(Texts { tokenizer, template, defaults: generation.sampling_defaults(), stop_token_ids, config })
+    Ok(Texts { tokenizer, template, defaults: generation.sampling_defaults(), stop_token_ids })
 }
 
 /// Loads `files`.

@@ -12,7 +12,7 @@ use sha2::{Digest, Sha256};
 
 use super::args::{self, Class, RoundingMethod, Target};
 use super::error::Error;
-use super::eval::{divergence, predict, read_text, text_ids};
+use super::eval::{divergence, predict, read_text, text_ids, windows};
 use super::load::{self, Watch};
 use super::progress::Bar;
 use super::terminal::{bytes, print};
@@ -172,12 +172,12 @@ fn calibrate(
     let mut model = load::model(source, &as_stored(config), Watch::Activations)?;
     let mut ids = text_ids(&model, text, path)?;
     ids.truncate(CALIBRATION_TOKENS);
-    let bar = Bar::of("tokens", "calibrating", ids.len() as u64);
+    let windows = windows(&model, &ids)?;
+    let bar = Bar::of("tokens", "calibrating", windows.iter().map(|window| window.len() as u64).sum());
     let mut done = 0;
-    for window in ids.chunks(model.max_context().saturating_sub(1).max(1)) {
-        let tokens = [&[model.texts.config.bos_token_id], window].concat();
+    for tokens in windows {
         model.runner.observe(&tokens, &mut |n| bar.set((done + n) as u64))?;
-        done += window.len();
+        done += tokens.len();
     }
     Ok(model.runner.take_moments()?)
 }
@@ -207,10 +207,12 @@ fn compare(
     let mut model = load::model(source, &as_stored, Watch::Nothing)?;
     let mut ids = text_ids(&model, text, path)?;
     ids.truncate(EVAL_TOKENS);
+    let windows = windows(&model, &ids)?;
+    let tokens: usize = windows.iter().map(|window| window.len() - 1).sum();
     let vocab = model.vocab_size();
-    let bar = Bar::of("tokens", "evaluating", 2 * ids.len() as u64);
+    let bar = Bar::of("tokens", "evaluating", 2 * tokens as u64);
     let mut written = Ok(());
-    let nll_before = predict(&mut model, &ids, &bar, &mut |row| {
+    let nll_before = predict(&mut model, &windows, &bar, &mut |row| {
         if written.is_ok() {
             written = rows.write_all(bytemuck::cast_slice(row));
         }
@@ -225,19 +227,19 @@ fn compare(
     let mut model = load::model(&files, &as_stored, Watch::Nothing)?;
     let (mut kl, mut read) = (0f64, Ok(()));
     let mut before = vec![0f32; vocab];
-    let nll_after = predict(&mut model, &ids, &bar, &mut |row| {
+    let nll_after = predict(&mut model, &windows, &bar, &mut |row| {
         if read.is_ok() {
             read = rows.read_exact(bytemuck::cast_slice_mut(&mut before));
             kl += divergence(&before, row);
         }
     })?;
     read.map_err(failed)?;
-    let n = ids.len() as f64;
+    let n = tokens as f64;
     let [before, after] = [nll_before, nll_after].map(|nll| (nll / n).exp());
     Ok(format!(
         "  evaluation    perplexity {before:.4} -> {after:.4}, mean KL divergence {:.6} nats ({} tokens of {})\n",
         kl / n,
-        ids.len(),
+        tokens,
         path.display()
     ))
 }

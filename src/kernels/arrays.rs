@@ -73,21 +73,64 @@ pub struct AttentionShape {
     pub window: Option<usize>,
 }
 
-/// An RMSNorm: its epsilon, and its weights `1 + w`, f32 `[width]`.
+/// An RMSNorm: its epsilon, and the factors of its elements, f32 `[width]`.
 #[derive(Clone)]
 pub struct RmsNorm {
     pub weight: Buffer,
     pub eps: f32,
 }
 
+/// The activation of the gate in a feed-forward network, with the name that `hidden_act` has in `config.json`.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash)]
+pub enum HiddenAct {
+    /// `gelu_pytorch_tanh`
+    #[default]
+    GeluTanh,
+    /// `silu`
+    Silu,
+}
+
+/// What the kernels of a layer compute, apart from shapes. The default has all norms and no bias.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct LayerKind {
+    pub activation: HiddenAct,
+    /// Whether the results of attention and of the feed-forward network are normed before they are added.
+    pub has_post_norms: bool,
+    /// Whether queries and keys are normed.
+    pub has_qk_norms: bool,
+    /// Whether queries, keys and values have biases.
+    pub has_biases: bool,
+}
+
+impl LayerKind {
+    /// The values of the specialization constants SILU, POST_NORM, QK_NORM and BIAS.
+    pub(crate) fn constants(self) -> [u32; 4] {
+        let LayerKind { activation, has_post_norms, has_qk_norms, has_biases } = self;
+        [activation as u32, has_post_norms.into(), has_qk_norms.into(), has_biases.into()]
+    }
+}
+
+impl Default for LayerKind {
+    fn default() -> Self {
+        LayerKind {
+            activation: HiddenAct::GeluTanh,
+            has_post_norms: true,
+            has_qk_norms: true,
+            has_biases: false,
+        }
+    }
+}
+
 /// Buffers and constants of attention in one layer, without its matrices.
 pub struct Attention {
     pub shape: AttentionShape,
-    pub q_norm: RmsNorm,
-    pub k_norm: RmsNorm,
+    /// The norms of queries and of keys, if there are any, both with the same epsilon.
+    pub qk_norms: Option<[RmsNorm; 2]>,
+    /// The biases of queries, keys and values, if there are any: f32, one for each element.
+    pub biases: Option<[Buffer; 3]>,
     /// The RoPE table: f32 `[max position][head_dim / 2][cos, sin]`.
     pub rope: Buffer,
-    /// Factor for the queries, applied after the norm and RoPE.
+    /// Factor for the queries, applied after bias, norm and RoPE.
     pub q_scale: f32,
     pub cache: KvCache,
 }

@@ -16,8 +16,8 @@ mod weights;
 pub mod shaders;
 
 pub use arrays::{
-    Activations, Attention, AttentionShape, Heads, KvCache, LAST_SAMPLED, MAX_GROUP, MAX_HEAD_DIM, Partials,
-    RmsNorm, ShareArrays, StepArrays,
+    Activations, Attention, AttentionShape, Heads, HiddenAct, KvCache, LAST_SAMPLED, LayerKind, MAX_GROUP,
+    MAX_HEAD_DIM, Partials, RmsNorm, ShareArrays, StepArrays,
 };
 pub(crate) use attention::TILE_ROWS;
 pub use attention::{Item, PartItems, Room, Run, Shares, Splits, partial_width};
@@ -52,9 +52,14 @@ struct OutputVariants {
 }
 
 impl OutputVariants {
-    fn new(device: &Device, tiles: Tiles, kernel: &str) -> Result<OutputVariants, GpuError> {
-        let one =
-            |output: &str| device.pipeline(tiles.body_of(shader_named(&format!("{kernel}{output}"))), &[]);
+    fn new(
+        device: &Device,
+        tiles: Tiles,
+        kernel: &str,
+        constants: &[u32],
+    ) -> Result<OutputVariants, GpuError> {
+        let shader = |output: &str| tiles.body_of(shader_named(&format!("{kernel}{output}")));
+        let one = |output: &str| device.pipeline(shader(output), constants);
         Ok(OutputVariants { floats: one("")?, blocks: one("_int8")?, both: one("_both")? })
     }
 
@@ -78,6 +83,7 @@ struct SamplePipelines {
 /// All compiled pipelines that a model needs.
 pub struct Kernels {
     precision: Precision,
+    layers: LayerKind,
     products: Products,
     /// The embedding's scheme, and its pipeline.
     embed: Option<(Scheme, Arc<Pipeline>)>,
@@ -92,7 +98,7 @@ pub struct Kernels {
     /// How attention is computed in fact.
     attention_by: AttentionBy,
     attention_merge: OutputVariants,
-    geglu: OutputVariants,
+    glu: OutputVariants,
     moments: Arc<Pipeline>,
     pool: Arc<Pipeline>,
     history: Arc<Pipeline>,
@@ -122,22 +128,26 @@ impl Kernels {
         });
         let (attention_by, attention) = attention_kernels(device, matrices.attention, heads, precision)?;
         let tiles = matrices.tiles.unwrap_or_else(|| Tiles::of(device));
-        let into = |kernel: &str| OutputVariants::new(device, tiles, kernel);
-        let one = |shader: &'static Shader| device.pipeline(tiles.body_of(shader), &[]);
+        let layers = matrices.layers;
+        let into = |kernel: &str, constants: &[u32]| OutputVariants::new(device, tiles, kernel, constants);
+        let one =
+            |shader: &'static Shader, constants: &[u32]| device.pipeline(tiles.body_of(shader), constants);
+        let [activation, post_norm, qk_norm, bias] = layers.constants();
         Ok(Kernels {
             precision,
+            layers,
             products: Products::new(device, matrices, tiles, precision)?,
             embed: embed.transpose()?,
-            quantize: one(&shaders::QUANTIZE)?,
-            rms_norm: into("rms_norm")?,
-            rms_norm_add: one(&shaders::RMS_NORM_ADD)?,
-            rms_norm_gather: into("rms_norm_gather")?,
-            residual: into("rms_norm_residual")?,
-            qkv_store: one(shader_named(&format!("qkv_store_{kv}")))?,
+            quantize: one(&shaders::QUANTIZE, &[])?,
+            rms_norm: into("rms_norm", &[])?,
+            rms_norm_add: one(&shaders::RMS_NORM_ADD, &[post_norm])?,
+            rms_norm_gather: into("rms_norm_gather", &[])?,
+            residual: into("rms_norm_residual", &[post_norm])?,
+            qkv_store: one(shader_named(&format!("qkv_store_{kv}")), &[qk_norm, bias])?,
             attention,
             attention_by,
-            attention_merge: into("attention_merge")?,
-            geglu: into("geglu")?,
+            attention_merge: into("attention_merge", &[])?,
+            glu: into("glu", &[activation])?,
             moments: device.pipeline(&shaders::MOMENTS, &[])?,
             pool: device.pipeline(&shaders::POOL, &[])?,
             history: device.pipeline(&shaders::HISTORY, &[])?,
@@ -253,7 +263,7 @@ impl Kernels {
         self.products.record(recorder, ProductKind::Head, &[(head, y)], x, rows);
     }
 
-    /// Computes `y[t] = gelu_tanh(gate x[t]) * (up x[t])` for `tokens` rows of `x`. If no single kernel can compute
+    /// Computes `y[t] = activation(gate x[t]) * (up x[t])` for `tokens` rows of `x`. If no single kernel can compute
     /// this, `products` hold both products.
     pub fn gated(
         &self,
@@ -269,7 +279,7 @@ impl Kernels {
         }
         let pair = [(gate, products[0]), (up, products[1])];
         self.products.record(recorder, ProductKind::Gated, &pair, x, tokens);
-        self.geglu(recorder, products[0], products[1], y, tokens);
+        self.glu(recorder, products[0], products[1], y, tokens);
     }
 
     /// Quantizes `rows` rows of `x` to int8 in `y`.
@@ -296,33 +306,36 @@ impl Kernels {
         rows: usize,
     ) {
         let pipeline = self.rms_norm.pipeline(y);
-        normalize(recorder, pipeline, (x, rows, None), norm, None, (Some(y), rows));
+        normalize(recorder, pipeline, (x, rows, None), Some(norm), None, (Some(y), rows));
     }
 
-    /// Computes `hidden[t] += norm(x[t])`.
+    /// Computes `hidden[t] += norm(x[t])`, or `hidden[t] += x[t]` if the layers have no post-norms.
     pub fn rms_norm_add(
         &self,
         recorder: &mut Recorder<'_>,
         x: &Activations,
-        norm: &RmsNorm,
+        norm: Option<&RmsNorm>,
         hidden: &Activations,
         rows: usize,
     ) {
+        assert_eq!(norm.is_some(), self.layers.has_post_norms, "rms_norm_add: norm");
         let all = (hidden, None);
         normalize(recorder, &self.rms_norm_add, (x, rows, None), norm, Some(all), (None, rows));
     }
 
-    /// Computes `hidden[t] += norm(x[t])`, and then `y[t] = next_norm(hidden[t])`.
+    /// Computes `hidden[t] += norm(x[t])`, or `hidden[t] += x[t]` if the layers have no post-norms, and then
+    /// `y[t] = next_norm(hidden[t])`.
     #[rustfmt::skip]
     pub fn residual(
         &self,
         recorder: &mut Recorder<'_>,
         x: &Activations,
-        norm: &RmsNorm,
+        norm: Option<&RmsNorm>,
         (hidden, next_norm): (&Activations, &RmsNorm),
         y: &Operand,
         rows: usize,
     ) {
+        assert_eq!(norm.is_some(), self.layers.has_post_norms, "residual: norm");
         let (pipeline, all) = (self.residual.pipeline(y), (hidden, Some(next_norm)));
         normalize(recorder, pipeline, (x, rows, None), norm, Some(all), (Some(y), rows));
     }
@@ -340,11 +353,11 @@ impl Kernels {
         let index = words(index, rows, "rms_norm: index");
         let all = x.buffer.size() as usize / 4 / x.stride;
         let pipeline = self.rms_norm_gather.pipeline(y);
-        normalize(recorder, pipeline, (x, all, Some(&index)), norm, None, (Some(y), rows));
+        normalize(recorder, pipeline, (x, all, Some(&index)), Some(norm), None, (Some(y), rows));
     }
 
-    /// Applies QK-norm, RoPE and the query scale to `q`, in place. Applies QK-norm and RoPE to `k`, and stores `k` and
-    /// `v` in the cache.
+    /// Applies biases, QK-norm, RoPE and the query scale to `q`, in place. Applies biases, QK-norm and RoPE to `k`, and
+    /// stores `k` and `v` in the cache.
     pub fn qkv_store(
         &self,
         recorder: &mut Recorder<'_>,
@@ -353,17 +366,32 @@ impl Kernels {
         step: &StepArrays,
         tokens: usize,
     ) {
-        let Attention { shape, q_norm, k_norm, rope, q_scale, cache } = attention;
+        let Attention { shape, qk_norms, biases, rope, q_scale, cache } = attention;
         let (Heads { kv, .. }, _) = self.attention_of(shape);
         let stored = kv.block_bytes(tokens * shape.num_kv_heads, shape.head_dim) as u64;
-        assert!(q_norm.eps == k_norm.eps, "qkv_store: q_norm and k_norm have different eps");
+        assert_eq!(qk_norms.is_some(), self.layers.has_qk_norms, "qkv_store: norms");
+        assert_eq!(biases.is_some(), self.layers.has_biases, "qkv_store: biases");
         let [q_width, kv_width] = [shape.num_heads, shape.num_kv_heads].map(|heads| heads * shape.head_dim);
+        let norms = qk_norms.as_ref().map(|norms| {
+            let [q_norm, k_norm] = norms;
+            assert!(q_norm.eps == k_norm.eps, "qkv_store: q_norm and k_norm have different eps");
+            norms.each_ref().map(|norm| words(&norm.weight, shape.head_dim, "qkv_store: norm"))
+        });
+        let norm = |i: usize| norms.as_ref().map(|norms| &norms[i]);
+        let bias = |i: usize, width: usize| {
+            biases.as_ref().map(|biases| words(&biases[i], width, "qkv_store: bias"))
+        };
+        let biases = [bias(0, q_width), bias(1, kv_width), bias(2, kv_width)];
+        let [q_bias, k_bias, v_bias] = biases.each_ref().map(Option::as_ref);
         let arguments = shaders::QkvStore {
             q: &q.used(tokens, q_width, "qkv_store: q"),
             k: &k.used(tokens, kv_width, "qkv_store: k"),
             v: &v.used(tokens, kv_width, "qkv_store: v"),
-            q_norm: &words(&q_norm.weight, shape.head_dim, "qkv_store: q_norm"),
-            k_norm: &words(&k_norm.weight, shape.head_dim, "qkv_store: k_norm"),
+            q_bias_or_none: q_bias,
+            k_bias_or_none: k_bias,
+            v_bias_or_none: v_bias,
+            q_norm_or_none: norm(0),
+            k_norm_or_none: norm(1),
             rope: &rope.accessing((4 * tokens * shape.head_dim) as u64),
             positions: &words(&step.positions, tokens, "qkv_store: positions"),
             slot_mapping: &words(&step.slot_mapping, tokens, "qkv_store: slot_mapping"),
@@ -373,7 +401,7 @@ impl Kernels {
             num_kv_heads: shape.num_kv_heads as u32,
             head_dim: shape.head_dim as u32,
             block_size: shape.block_size as u32,
-            eps: q_norm.eps,
+            eps: qk_norms.as_ref().map_or(0.0, |[q_norm, _]| q_norm.eps),
             q_scale: *q_scale,
         };
         let groups = [tokens as u32, (shape.num_heads + 2 * shape.num_kv_heads) as u32, 1];
@@ -481,8 +509,8 @@ impl Kernels {
         found.unwrap_or_else(|| panic!("attention: kernels for other heads than {shape:?}"))
     }
 
-    /// Computes `y = gelu_tanh(gate) * up`. An f32 result must be in place: `y.floats` is `gate`.
-    pub fn geglu(
+    /// Computes `y = activation(gate) * up`. An f32 result must be in place: `y.floats` is `gate`.
+    pub fn glu(
         &self,
         recorder: &mut Recorder<'_>,
         gate: &Activations,
@@ -490,21 +518,21 @@ impl Kernels {
         y: &Operand,
         rows: usize,
     ) {
-        let input = gate.used(rows, up.width, "geglu: gate");
+        let input = gate.used(rows, up.width, "glu: gate");
         if let Some(floats) = &y.floats {
-            assert_eq!(floats.buffer.address(), gate.buffer.address(), "geglu: in place");
+            assert_eq!(floats.buffer.address(), gate.buffer.address(), "glu: in place");
         }
-        let to = y.blocks.as_ref().map(|blocks| blocks.planes(rows, up.width, "geglu: y"));
-        let arguments = shaders::Geglu {
+        let to = y.blocks.as_ref().map(|blocks| blocks.planes(rows, up.width, "glu: y"));
+        let arguments = shaders::Glu {
             gate: &input,
-            up: &up.used(rows, gate.width, "geglu: up"),
+            up: &up.used(rows, gate.width, "glu: up"),
             blocks: to.as_ref().map(|to| &to.blocks),
             scales: to.as_ref().map(|to| &to.scales),
             width: gate.width as u32,
             stride: gate.stride as u32,
             padded: to.as_ref().map_or(0, |to| to.stride),
         };
-        recorder.dispatch(self.geglu.pipeline(y), &arguments, [fours(gate.width), rows as u32, 1]);
+        recorder.dispatch(self.glu.pipeline(y), &arguments, [fours(gate.width), rows as u32, 1]);
     }
 
     /// Adds the sum of `x[t, c]^2` over `tokens` rows to `sums[c]`, one f32 for each column `c`.
@@ -608,11 +636,12 @@ fn fours(width: usize) -> u32 {
 }
 
 /// Records any variant of the RMSNorm kernel. `added` is the residual stream `hidden`, with an optional second norm.
+/// Without `norm`, `x` itself is added.
 fn normalize(
     recorder: &mut Recorder<'_>,
     pipeline: &Pipeline,
     (x, x_rows, index): (&Activations, usize, Option<&Buffer>),
-    norm: &RmsNorm,
+    norm: Option<&RmsNorm>,
     added: Option<(&Activations, Option<&RmsNorm>)>,
     (y, rows): (Option<&Operand>, usize),
 ) {
@@ -621,12 +650,12 @@ fn normalize(
     let blocks = y.and_then(|y| y.blocks.as_ref());
     let planes = blocks.map(|blocks| blocks.planes(rows, x.width, "rms_norm: y"));
     let weight = |norm: &RmsNorm| words(&norm.weight, x.width, "rms_norm: weight");
-    let next_weight = next.map(weight);
+    let (own_weight, next_weight) = (norm.map(weight), next.map(weight));
     let [hidden_rows, float_rows] =
         [(hidden, "hidden"), (floats, "y")].map(|(to, name)| to.map(|to| to.used(rows, x.width, name)));
     let arguments = shaders::RmsNorm {
         x: &x.used(x_rows, x.width, "rms_norm: x"),
-        weight: &weight(norm),
+        weight_or_none: own_weight.as_ref(),
         next_weight: next_weight.as_ref(),
         hidden: hidden_rows.as_ref(),
         y: float_rows.as_ref(),
@@ -638,7 +667,7 @@ fn normalize(
         // `y` and `hidden` are as wide as `x`.
         y_stride: x.stride as u32,
         padded: planes.as_ref().map_or(0, |to| to.stride),
-        eps: norm.eps,
+        eps: norm.map_or(0.0, |norm| norm.eps),
         next_eps: next.map_or(0.0, |next| next.eps),
     };
     recorder.dispatch(pipeline, &arguments, [rows as u32, 1, 1]);

@@ -10,7 +10,7 @@ use std::sync::Arc;
 use serde::{Deserialize, Serialize};
 use strum::Display;
 
-use super::arrays::{Activations, MATRICES};
+use super::arrays::{Activations, HiddenAct, LayerKind, MATRICES};
 use super::attention_kernels::AttentionBy;
 use super::shaders::{self, shader_named, shader_of, shaders_of};
 use super::weights::{Matrix, Shard};
@@ -26,15 +26,18 @@ const SCALE_BYTES: usize = 8;
 /// The most int8 digits of an activation.
 const DIGITS: u64 = 2;
 
-/// The schemes of a model's matrices.
+/// The schemes of a model's matrices, and the choices of the other kernels.
 #[derive(Debug, Clone, Default)]
 pub struct Matrices {
+    pub layers: LayerKind,
     /// Schemes of the matrices, in any order, with repetitions.
     pub products: Vec<Scheme>,
-    /// Schemes of the gate and up matrices, whose products GeGLU combines.
+    /// Schemes of the gate and up matrices, whose products are combined.
     pub gated: Vec<Scheme>,
-    /// The scheme of the embedding, which is the output projection too.
+    /// The scheme of the embedding.
     pub embedding: Option<Scheme>,
+    /// The scheme of the matrix that computes the logits.
+    pub head: Option<Scheme>,
     /// How products are divided over invocations. `None`: the device's default.
     pub tiles: Option<Tiles>,
     /// How attention is computed. `None`: the device's default.
@@ -166,7 +169,7 @@ pub enum Tiles {
 pub enum ProductKind {
     /// Products of up to three matrices.
     Plain,
-    /// The products of gate and up, and their GeGLU.
+    /// The products of gate and up, and their gated product.
     Gated,
     /// The logits: the product of the output embedding.
     Head,
@@ -196,7 +199,7 @@ pub enum Way {
         columns: u32,
         activations: ActivationsFrom,
     },
-    /// Subgroups multiply tiles. The GeGLU of a gated product takes a dispatch of its own.
+    /// Subgroups multiply tiles. A gated product takes a second dispatch, which combines gate and up.
     Subgroups(SubgroupTile),
 }
 
@@ -234,19 +237,21 @@ impl Way {
         Err(GpuError::Unusable(format!("{} has no cooperative matrices of int8 in {m}x{n}x{k}", device.name)))
     }
 
-    /// The shader and the constants for int8 products with `tile`; with `geglu`, for two products and their GeGLU, which
-    /// only lanes compute in one dispatch. `shader` is the variant for lanes.
+    /// The shader and the constants for int8 products with `tile`; with `gated`, for two products that this activation
+    /// combines, which only lanes compute in one dispatch. `shader` is the variant for lanes.
     pub(crate) fn pipeline_of(
         self,
         shader: &'static Shader,
         scale_blocks: u32,
         tile: Tile,
-        geglu: bool,
+        gated: Option<HiddenAct>,
     ) -> (&'static Shader, Vec<u32>) {
         match self {
             Way::Lanes { activations, .. } => {
                 let is_shared = activations == ActivationsFrom::SharedMemory;
-                (shader, vec![tile.columns, u32::from(geglu), scale_blocks, u32::from(is_shared)])
+                let (is_gated, activation) = (gated.is_some(), gated.map_or(0, |act| act as u32));
+                let [is_gated, is_shared] = [is_gated, is_shared].map(u32::from);
+                (shader, vec![tile.columns, is_gated, scale_blocks, is_shared, activation])
             }
             Way::Subgroups(subgroups) => subgroups.pipeline_of(shader, scale_blocks, tile),
         }
@@ -547,7 +552,7 @@ struct Kernel {
     /// The most tokens for which it is used.
     most: usize,
     tile: Tile,
-    /// Whether it computes two products and their GeGLU.
+    /// Whether it computes two products and combines them.
     is_fused: bool,
     pipeline: Arc<Pipeline>,
 }
@@ -605,7 +610,7 @@ impl Products {
         precision: Precision,
     ) -> Result<Products, GpuError> {
         let mut products = Products { precision, tiles, by_scheme: Vec::new() };
-        for scheme in matrices.products.iter().chain(&matrices.embedding) {
+        for scheme in matrices.products.iter().chain(&matrices.head) {
             if products.find(*scheme).is_some() {
                 continue;
             }
@@ -613,7 +618,7 @@ impl Products {
             let is_used = |kind| match kind {
                 ProductKind::Plain => true,
                 ProductKind::Gated => matrices.gated.iter().any(|other| products.is_same(*other, *scheme)),
-                ProductKind::Head => matrices.embedding.is_some_and(|other| products.is_same(other, *scheme)),
+                ProductKind::Head => matrices.head.is_some_and(|other| products.is_same(other, *scheme)),
             };
             let kernel = |most, tile, is_fused, (shader, constants): (&'static Shader, Vec<u32>)| {
                 Ok(Kernel { most, tile, is_fused, pipeline: device.pipeline(shader, &constants)? })
@@ -625,7 +630,8 @@ impl Products {
                         let one = |(most, tile, way): (usize, Tile, Way)| {
                             way.check(device.info())?;
                             let is_fused = kind == ProductKind::Gated && matches!(way, Way::Lanes { .. });
-                            kernel(most, tile, is_fused, way.pipeline_of(shader, group, tile, is_fused))
+                            let gated = is_fused.then_some(matrices.layers.activation);
+                            kernel(most, tile, is_fused, way.pipeline_of(shader, group, tile, gated))
                         };
                         gpu.steps(kind).map(one).collect()
                     }
@@ -788,7 +794,7 @@ impl Products {
         }
     }
 
-    /// Records both products and their GeGLU in one dispatch. Records nothing and returns false if no kernel can do
+    /// Records both products and their gated product in one dispatch. Records nothing and returns false if no kernel can do
     /// that.
     pub fn gated(
         &self,

@@ -1,6 +1,6 @@
 //! Lists all pipelines that a GPU may run: every shader with its possible specialization constants.
 
-use super::arrays::Heads;
+use super::arrays::{Heads, HiddenAct, LayerKind};
 use super::attention_kernels::{AttentionBy, AttentionTile, attention_constants};
 use super::operand::{ActivationsFrom, GPU_TILES, LANE_COLUMNS, LANE_TILES, ON_CPU, SubgroupTile, Tile, Way};
 use super::shaders::{self, shader_named};
@@ -21,36 +21,42 @@ fn scale_blocks(shader: &str) -> &'static [u32] {
     }
 }
 
-/// The constants of an int8 product's shader, for each of `tiles`.
-fn of_int8(shader: &'static Shader, way: Way, tiles: &[Tile], geglu: &[bool]) -> Vec<Vec<u32>> {
+/// The constants of an int8 product's shader, for each of `tiles` and each activation of gated products.
+fn of_int8(shader: &'static Shader, way: Way, tiles: &[Tile], gated: &[Option<HiddenAct>]) -> Vec<Vec<u32>> {
     let mut all = Vec::new();
     for tile in tiles {
         for group in scale_blocks(shader.name) {
-            all.extend(geglu.iter().map(|geglu| way.pipeline_of(shader, *group, *tile, *geglu).1));
+            all.extend(gated.iter().map(|gated| way.pipeline_of(shader, *group, *tile, *gated).1));
         }
     }
     all
 }
 
-/// Every pipeline that a GPU may run, with its constants, for attention with `group` query heads per KV head.
+/// Every pipeline that a GPU may run, with its constants, for such layers, and attention with `group` query heads per KV
+/// head.
 #[doc(hidden)]
-pub fn all_pipelines(group: u32, head_dim: u32) -> Vec<(&'static Shader, Vec<u32>)> {
+pub fn all_pipelines(layers: LayerKind, group: u32, head_dim: u32) -> Vec<(&'static Shader, Vec<u32>)> {
+    let [activation, post_norms, qk_norms, biases] = layers.constants();
     let constants = |shader: &'static Shader| -> Vec<Vec<u32>> {
         match shader.constants.iter().map(|(_, name)| *name).collect::<Vec<_>>()[..] {
             [] => vec![vec![]],
             ["COLUMNS"] => GPU_TILES.iter().map(|tile| vec![tile.columns]).collect(),
-            ["COLUMNS", "GEGLU", "SCALE_BLOCKS", _] => {
-                let mut all = of_int8(shader, Way::COUNTED, GPU_TILES, &[false, true]);
+            ["SILU"] => vec![vec![activation]],
+            ["POST_NORM"] => vec![vec![post_norms]],
+            ["QK_NORM", "BIAS"] => vec![vec![qk_norms, biases]],
+            ["COLUMNS", "GATED", "SCALE_BLOCKS", ..] => {
+                let either = [None, Some(layers.activation)];
+                let mut all = of_int8(shader, Way::COUNTED, GPU_TILES, &either);
                 // The widest tile with activations in shared memory uses the most shared memory.
                 let shared = Way::Lanes { columns: LANE_COLUMNS, activations: ActivationsFrom::SharedMemory };
                 let widest = &GPU_TILES[LANE_TILES - 1..];
-                all.extend(of_int8(shader, shared, widest, &[false, true]));
+                all.extend(of_int8(shader, shared, widest, &either));
                 all
             }
             ["COLUMNS", "HALVES", "SCALE_BLOCKS", ..] => {
                 let Some(lanes) = shader.name.strip_suffix("_in_tiles") else { return vec![] };
                 let way = Way::Subgroups(SubgroupTile::RDNA3);
-                of_int8(shader_named(lanes), way, way.tiles(), &[false])
+                of_int8(shader_named(lanes), way, way.tiles(), &[None])
             }
             ["GROUP", "HEAD_DIM", "ROWS"] => {
                 vec![attention_constants(shader, group as usize, head_dim as usize)]

@@ -178,7 +178,7 @@ impl Embedding {
         (Embedding { matrix, table, scale }, addresses)
     }
 
-    /// The embedding's matrix as the output projection (tied embeddings).
+    /// The embedding's matrix, which computes the logits of a model without another head.
     pub fn matrix(&self) -> &Matrix {
         &self.matrix
     }

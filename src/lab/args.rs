@@ -67,9 +67,9 @@ pub struct Isa {
     /// The GPU: phoenix (Radeon 780M), gfx1150 (890M) or gfx1151 (8060S)
     #[arg(long, value_name = "GPU", default_value = "phoenix")]
     pub device: String,
-    /// Predict only this size [default: all five]
-    #[arg(long, value_parser = arch::shape)]
-    pub shape: Option<Shape>,
+    /// Predict only these sizes [default: all]
+    #[arg(long, value_name = "SHAPE,...", value_delimiter = ',', value_parser = arch::shape)]
+    pub shape: Vec<Shape>,
     /// Tokens in each sequence's KV cache at the predicted decode step
     #[arg(long, value_name = "TOKENS", default_value_t = 512, value_parser = clap::value_parser!(u32).range(..=131_071))]
     pub depth: u32,

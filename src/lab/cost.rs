@@ -13,7 +13,9 @@ use crate::gpu::Shader;
 use crate::kernels::operand::{BLOCK_COLS, Passes, SUBGROUP_ROW_TILES, fast_shader_of, taking};
 use crate::kernels::sampling::{DRAW_BINS, DRAW_CHUNK};
 use crate::kernels::shaders::{self, shaders_of};
-use crate::kernels::{AttentionShape, GpuTiles, Item, ProductKind, Quantized, Tiles, Wants};
+use crate::kernels::{
+    AttentionShape, GpuTiles, HiddenAct, Item, LayerKind, ProductKind, Quantized, Tiles, Wants,
+};
 use crate::model::spec::AttentionHeads;
 use crate::tensor::{KvDtype, Precision, Scheme, TILE_ROWS};
 
@@ -98,7 +100,7 @@ pub fn matmul(precision: Precision, scheme: Scheme, rows: &[usize], cols: usize,
     let bytes = |rows: &usize| scheme.block_bytes(*rows, cols) + scheme.scale_bytes(*rows, cols);
     let weight_bytes = rows.iter().map(bytes).sum();
     if precision.quantizes(scheme) {
-        let dispatch = fast(scheme, tiles, cols, tokens, false);
+        let dispatch = fast(scheme, tiles, cols, tokens, None);
         let activation_bytes = dispatch.activation_bytes + floats(tokens * all);
         return Dispatch { weight_bytes, activation_bytes, ..dispatch };
     }
@@ -114,9 +116,9 @@ pub fn matmul(precision: Precision, scheme: Scheme, rows: &[usize], cols: usize,
     }
 }
 
-/// Two products with int8, and their GeGLU.
-pub fn gated(scheme: Scheme, rows: usize, cols: usize, tokens: usize) -> Dispatch {
-    let dispatch = fast(scheme, rows.div_ceil(TILE_ROWS), cols, tokens, true);
+/// Two products with int8, and their gated product.
+pub fn gated(scheme: Scheme, rows: usize, cols: usize, tokens: usize, activation: HiddenAct) -> Dispatch {
+    let dispatch = fast(scheme, rows.div_ceil(TILE_ROWS), cols, tokens, Some(activation));
     Dispatch {
         weight_bytes: 2 * (scheme.block_bytes(rows, cols) + scheme.scale_bytes(rows, cols)),
         activation_bytes: dispatch.activation_bytes + Quantized::bytes_of_digit(tokens, rows),
@@ -125,14 +127,14 @@ pub fn gated(scheme: Scheme, rows: usize, cols: usize, tokens: usize) -> Dispatc
 }
 
 /// A product with int8, without the bytes of its weights and results.
-fn fast(scheme: Scheme, tiles: usize, cols: usize, tokens: usize, geglu: bool) -> Dispatch {
-    let kind = if geglu { ProductKind::Gated } else { ProductKind::Plain };
+fn fast(scheme: Scheme, tiles: usize, cols: usize, tokens: usize, gated: Option<HiddenAct>) -> Dispatch {
+    let kind = if gated.is_some() { ProductKind::Gated } else { ProductKind::Plain };
     let (tile, way) = GpuTiles::COUNTED.taking(kind, tokens);
     let (shader, group) = fast_shader_of(scheme);
-    let passes = Passes::of_int8(scheme, 1 + u32::from(geglu), tiles as u32, cols, tokens, tile);
+    let passes = Passes::of_int8(scheme, 1 + u32::from(gated.is_some()), tiles as u32, cols, tokens, tile);
     let workgroups = tiles * tokens.div_ceil(tile.columns as usize);
     Dispatch {
-        constants: way.pipeline_of(shader, group, tile, geglu).1,
+        constants: way.pipeline_of(shader, group, tile, gated).1,
         trips: segment_blocks(cols) as f64,
         weight_passes: passes.weight_reads.into(),
         activation_bytes: u64::from(passes.activation_reads) * Quantized::bytes_of_digit(tokens, cols),
@@ -187,15 +189,19 @@ pub fn rms_norm_gather(rows: usize, width: usize, wants: Wants) -> Dispatch {
     norm(shader, rows, width, 1, floats(rows * width) + bytes)
 }
 
-pub fn rms_norm_add(rows: usize, width: usize) -> Dispatch {
-    norm(&shaders::RMS_NORM_ADD, rows, width, 1, floats(3 * rows * width))
+pub fn rms_norm_add(rows: usize, width: usize, layers: LayerKind) -> Dispatch {
+    let norms = usize::from(layers.has_post_norms);
+    let dispatch = norm(&shaders::RMS_NORM_ADD, rows, width, norms, floats(3 * rows * width));
+    Dispatch { constants: vec![norms as u32], ..dispatch }
 }
 
-pub fn residual(rows: usize, width: usize, wants: Wants) -> Dispatch {
+pub fn residual(rows: usize, width: usize, wants: Wants, layers: LayerKind) -> Dispatch {
     let all =
         [&shaders::RMS_NORM_RESIDUAL, &shaders::RMS_NORM_RESIDUAL_INT8, &shaders::RMS_NORM_RESIDUAL_BOTH];
     let (shader, bytes) = into(wants, all, rows, width);
-    norm(shader, rows, width, 2, floats(3 * rows * width) + bytes)
+    let norms = usize::from(layers.has_post_norms);
+    let dispatch = norm(shader, rows, width, norms + 1, floats(3 * rows * width) + bytes);
+    Dispatch { constants: vec![norms as u32], ..dispatch }
 }
 
 /// Heads of one layer.
@@ -229,14 +235,16 @@ impl Heads {
     }
 }
 
-pub fn qkv_store(heads: &Heads, tokens: usize) -> Dispatch {
+pub fn qkv_store(heads: &Heads, tokens: usize, layers: LayerKind) -> Dispatch {
     let Heads { num_heads, num_kv_heads, head_dim, kv } = *heads;
     let shader = match kv {
         KvDtype::F32 => &shaders::QKV_STORE_F32,
         KvDtype::F16 => &shaders::QKV_STORE_F16,
         KvDtype::Int8 => &shaders::QKV_STORE_INT8,
     };
+    let [.., qk_norm, bias] = layers.constants();
     Dispatch {
+        constants: vec![qk_norm, bias],
         trips: head_dim.div_ceil(64) as f64,
         kv_bytes: tokens as u64 * heads.row_bytes(),
         // The kernel reads queries and writes them in place.
@@ -299,10 +307,10 @@ pub fn attention_merge(heads: &Heads, tokens: usize, partials: usize, wants: Wan
     }
 }
 
-pub fn geglu(rows: usize, width: usize, wants: Wants) -> Dispatch {
-    let (shader, bytes) =
-        into(wants, [&shaders::GEGLU, &shaders::GEGLU_INT8, &shaders::GEGLU_BOTH], rows, width);
+pub fn glu(rows: usize, width: usize, wants: Wants, activation: HiddenAct) -> Dispatch {
+    let (shader, bytes) = into(wants, [&shaders::GLU, &shaders::GLU_INT8, &shaders::GLU_BOTH], rows, width);
     Dispatch {
+        constants: vec![activation as u32],
         activation_bytes: floats(2 * rows * width) + bytes,
         ..Dispatch::new(shader, rows * width.div_ceil(1024))
     }
@@ -375,10 +383,10 @@ impl Body {
 pub fn body(shader: &Shader, constants: &[u32], program: &Program) -> Option<Body> {
     let kernel = shader.name.split('_').next().unwrap_or_default();
     match (kernel, constants) {
-        ("fast", [columns, geglu, _, shared]) => {
+        ("fast", [columns, gated, _, shared, _]) => {
             // A trip is a block of 32 columns of a row, of one matrix or of two. If the workgroup shares activations, an
             // inner loop computes their second digits, which few blocks have.
-            let weights = BLOCK_COLS as u64 * u64::from(1 + geglu);
+            let weights = BLOCK_COLS as u64 * u64::from(1 + gated);
             let steady = program.inside(None).max_by_key(|i| program.trip(*i, &|_| 1).dot4)?;
             let trip = program.trip(steady, &|_| u64::from(*shared == 0));
             let unrolled = times(trip.dot4, weights / 4 * u64::from(*columns));
@@ -450,7 +458,7 @@ pub fn body(shader: &Shader, constants: &[u32], program: &Program) -> Option<Bod
             Some(Body { trip, unrolled: 1, weights: 0, once: without(program, &[steady]), key_rounds: 0 })
         }
         // These kernels have one or two loops over a row.
-        ("rms" | "embed" | "qkv" | "moments" | "pool" | "adjust" | "peak", []) => {
+        ("rms" | "embed" | "moments" | "pool" | "adjust" | "peak", []) | ("rms", [_]) | ("qkv", [_, _]) => {
             let outer: Vec<usize> = program.inside(None).collect();
             let trip = outer.iter().map(|i| program.trip(*i, &|_| 1)).reduce(|a, b| a + b)?;
             Some(Body { trip, unrolled: 1, weights: 0, once: without(program, &outer), key_rounds: 0 })
@@ -470,7 +478,7 @@ pub fn body(shader: &Shader, constants: &[u32], program: &Program) -> Option<Bod
             let trip = program.trip(*outer.first()?, &|_| 1);
             Some(Body { trip, unrolled: 1, weights: 0, once: without(program, &outer), key_rounds: 0 })
         }
-        ("history" | "geglu" | "quantize" | "offload", []) => None,
+        ("history" | "quantize" | "offload", []) | ("glu", [_]) => None,
         _ => panic!("{}: no case says which of its loops is the steady one", shader.name),
     }
 }
@@ -550,14 +558,14 @@ mod tests {
         assert_eq!(of(&gate(33)), (vec![32], 672 * 2, 2, 42.0), "the cache has no room for 64 tokens in f32");
         // With int8, a trip has 32 columns, and a subgroup takes an eighth of the 168 blocks of a row.
         let qkv = |tokens| matmul(Precision::Fast, Scheme::int4(128), &[4096, 2048, 2048], 5376, tokens);
-        assert_eq!(of(&qkv(1)), (vec![1, 0, 4, 0], 256, 1, 21.0));
-        assert_eq!(of(&qkv(33)), (vec![32, 0, 4, 0], 256 * 2, 1, 21.0), "two passes go together");
-        assert_eq!(of(&qkv(256)), (vec![32, 0, 4, 0], 256 * 8, 2, 21.0), "and four do");
+        assert_eq!(of(&qkv(1)), (vec![1, 0, 4, 0, 0], 256, 1, 21.0));
+        assert_eq!(of(&qkv(33)), (vec![32, 0, 4, 0, 0], 256 * 2, 1, 21.0), "two passes go together");
+        assert_eq!(of(&qkv(256)), (vec![32, 0, 4, 0, 0], 256 * 8, 2, 21.0), "and four do");
         assert_eq!(qkv(5).weight_bytes, 8192 * 5376 * 33 / 64);
-        let both = gated(Scheme::int4(128), 21_504, 5376, 3);
+        let both = gated(Scheme::int4(128), 21_504, 5376, 3, HiddenAct::GeluTanh);
         assert_eq!(
             (of(&both), both.weight_bytes),
-            ((vec![4, 1, 4, 0], 672, 1, 21.0), 2 * gate(1).weight_bytes)
+            ((vec![4, 1, 4, 0, 0], 672, 1, 21.0), 2 * gate(1).weight_bytes)
         );
     }
 
@@ -634,9 +642,9 @@ mod tests {
     #[test]
     fn every_pipeline_has_a_case_for_its_steady_loop() {
         let program = Program::parse("BB1:\n\tv_fma_f32 v1, v2, v3, v4\n\ts_cbranch_scc1 BB1\n").unwrap();
-        for (shader, constants) in crate::kernels::all_pipelines(2, 128) {
+        for (shader, constants) in crate::kernels::all_pipelines(LayerKind::default(), 2, 128) {
             let found = body(shader, &constants, &program);
-            let has_none = ["history", "geglu", "quantize"].contains(&shader.kernel)
+            let has_none = ["history", "glu", "quantize"].contains(&shader.kernel)
                 || shader.kernel.starts_with("offload_");
             assert_eq!(found.is_none(), has_none, "{}", shader.name);
         }

@@ -24,6 +24,7 @@ use crate::cli::terminal::print;
 use crate::cli::version::commit;
 use crate::config::Config;
 use crate::model::arch;
+use crate::model::spec::Shape;
 use crate::tensor::QuantizeMode;
 
 /// Time limit for compiling all kernels. It takes seconds, unless a driver hangs.
@@ -39,12 +40,13 @@ const MESA26: &str = ".cache/devices/mesa26";
 const WITH_MESA26: &str = "tools/with_mesa26.sh";
 
 pub fn isa(config: &Config, args: &args::Isa) -> Result<(), Error> {
+    let shapes = if args.shape.is_empty() { arch::shapes().collect() } else { args.shape.clone() };
     if args.compile {
-        let compilation = judge::compile(&args.device)?;
+        let compilation = judge::compile(&args.device, &shapes)?;
         return print(&serde_json::to_string(&compilation).expect("texts and numbers"));
     }
     let chip = Chip::named(&args.device).map_err(Error::Argument)?;
-    let (judges, left_out) = judges(&chip)?;
+    let (judges, left_out) = judges(&chip, &shapes)?;
     if let Some(folder) = &args.assembly {
         write_assembly(folder, &judges)?;
     }
@@ -52,7 +54,6 @@ pub fn isa(config: &Config, args: &args::Isa) -> Result<(), Error> {
         QuantizeMode::None => QuantizeMode::Int4G128Emb8,
         mode => mode,
     };
-    let shapes = args.shape.map_or_else(|| arch::shapes().collect(), |shape| vec![shape]);
     let asked = Question {
         shapes,
         mode,
@@ -80,7 +81,7 @@ struct Report {
 }
 
 /// The results of every available compiler, and the reason why Mesa 26 is not available.
-fn judges(chip: &Chip) -> Result<(Vec<Judge>, Option<String>), Error> {
+fn judges(chip: &Chip, shapes: &[Shape]) -> Result<(Vec<Judge>, Option<String>), Error> {
     let paths = || ICD_FOLDERS.iter().flat_map(|folder| ICD_NAMES.map(|name| Path::new(folder).join(name)));
     let null_device = "RADV's null device";
     let failed = |problem: String| Error::Tool { tool: null_device.into(), problem };
@@ -90,7 +91,7 @@ fn judges(chip: &Chip) -> Result<(Vec<Judge>, Option<String>), Error> {
     let itself = std::env::current_exe().map_err(|e| failed(format!("this program is not found: {e}")))?;
     let mut command = Command::new(&itself);
     command.env("VK_DRIVER_FILES", &icd).env("VK_ICD_FILENAMES", &icd).env("RADV_FORCE_FAMILY", chip.name);
-    let mut judges = vec![run(null_device, command, chip.name)?];
+    let mut judges = vec![run(null_device, command, chip.name, shapes)?];
 
     let shim = "RADV 26 over a shim";
     let left_out = match chip.shim {
@@ -100,7 +101,7 @@ fn judges(chip: &Chip) -> Result<(Vec<Judge>, Option<String>), Error> {
             None => {
                 let mut command = Command::new(WITH_MESA26);
                 command.env("MESA26_DEVICE", id).arg(&itself);
-                judges.push(run(shim, command, id)?);
+                judges.push(run(shim, command, id, shapes)?);
                 None
             }
         },
@@ -121,10 +122,11 @@ fn without_mesa26() -> Option<String> {
 }
 
 /// Starts this program again to compile on a device. `command` has everything except the arguments for that.
-fn run(compiler: &'static str, mut command: Command, device: &str) -> Result<Judge, Error> {
+fn run(compiler: &'static str, mut command: Command, device: &str, shapes: &[Shape]) -> Result<Judge, Error> {
+    let names: Vec<&str> = shapes.iter().map(|shape| shape.name).collect();
     let failed = |problem: String| Error::Tool { tool: compiler.into(), problem };
     command
-        .args(["isa", "--compile", "--device", &device.to_uppercase()])
+        .args(["isa", "--compile", "--device", &device.to_uppercase(), "--shape", &names.join(",")])
         // Cached shaders were compiled without statistics.
         .env("MESA_SHADER_CACHE_DISABLE", "true")
         .stdin(Stdio::null())
@@ -156,7 +158,7 @@ fn run(compiler: &'static str, mut command: Command, device: &str) -> Result<Jud
     let text = text.map_err(|e| failed(format!("its output cannot be read: {e}")))?;
     let compilation: Compilation = serde_json::from_slice(&text)
         .map_err(|e| failed(format!("its output is not what is expected: {e}")))?;
-    Judge::read(compiler, compilation).map_err(|e| failed(e.to_string()))
+    Judge::read(compiler, compilation, shapes).map_err(|e| failed(e.to_string()))
 }
 
 fn write_assembly(folder: &Path, judges: &[Judge]) -> Result<(), Error> {

@@ -52,14 +52,14 @@ pub enum KernelWork {
         width: usize,
         tokens: usize,
     },
-    /// The gate and the up product, and their GeGLU.
+    /// The gate and the up product, and their gated product.
     Gated {
         scheme: Scheme,
         rows: usize,
         cols: usize,
         tokens: usize,
     },
-    Geglu {
+    Glu {
         width: usize,
         tokens: usize,
     },
@@ -152,10 +152,7 @@ impl Choice {
             works.push((format!("qkv_store x {tokens}"), KernelWork::QkvStore { tokens }));
             works.push((format!("rms_norm x {tokens}"), KernelWork::RmsNorm { width, tokens }));
             works.push((format!("residual x {tokens}"), KernelWork::Residual { width, tokens }));
-            works.push((
-                format!("geglu x {tokens}"),
-                KernelWork::Geglu { width: s.intermediate_size, tokens },
-            ));
+            works.push((format!("glu x {tokens}"), KernelWork::Glu { width: s.intermediate_size, tokens }));
         }
         let case = |(name, work)| Case {
             name: format!("{} {name}, {}", self.name, self.precision),
@@ -171,12 +168,14 @@ impl Choice {
 impl Case {
     /// Least bytes read and written: each input and each output once.
     pub fn bytes(&self) -> u64 {
-        let heads = cost::Heads::of(&self.spec.heads(), self.kv);
+        let (heads, layers) = (cost::Heads::of(&self.spec.heads(), self.kv), self.spec.layer_kind());
         let dispatch = match self.work {
             KernelWork::Matmul { scheme, rows, cols, tokens } => {
                 cost::matmul(self.precision, scheme, &[rows], cols, tokens)
             }
-            KernelWork::Gated { scheme, rows, cols, tokens } => cost::gated(scheme, rows, cols, tokens),
+            KernelWork::Gated { scheme, rows, cols, tokens } => {
+                cost::gated(scheme, rows, cols, tokens, layers.activation)
+            }
             KernelWork::Embed { scheme, cols, tokens, .. } => cost::embed(scheme, cols, tokens),
             KernelWork::Attention { sequences, tokens, depth, window } => {
                 let all = sequences * tokens;
@@ -184,10 +183,10 @@ impl Case {
                 // Partials between the dispatches are neither input nor output.
                 return kv + (2 * 4 * all * self.spec.heads().q_width()) as u64;
             }
-            KernelWork::QkvStore { tokens } => cost::qkv_store(&heads, tokens),
+            KernelWork::QkvStore { tokens } => cost::qkv_store(&heads, tokens, layers),
             KernelWork::RmsNorm { width, tokens } => cost::rms_norm(tokens, width, self.wants()),
-            KernelWork::Residual { width, tokens } => cost::residual(tokens, width, self.wants()),
-            KernelWork::Geglu { width, tokens } => cost::geglu(tokens, width, self.wants()),
+            KernelWork::Residual { width, tokens } => cost::residual(tokens, width, self.wants(), layers),
+            KernelWork::Glu { width, tokens } => cost::glu(tokens, width, self.wants(), layers.activation),
             KernelWork::Sample { vocab, rows, top_k, .. } => {
                 let drawn = if top_k > 0 { cost::Drawn::Filtered } else { cost::Drawn::Greedy };
                 return cost::sample(rows, vocab, drawn).iter().map(|each| each.activation_bytes).sum();
@@ -346,21 +345,22 @@ impl Rig {
                 let (x, hidden) = (make.activations(tokens, width)?, make.activations(tokens, width)?);
                 let (y, output) = make.result(case.wants(), tokens, width)?;
                 let norm = make.norm(width)?;
+                let post_norm = case.spec.layer_kind().has_post_norms.then(|| norm.clone());
                 let adds = matches!(case.work, KernelWork::Residual { .. });
                 let record = move |r: &mut Recorder<'_>, _| match adds {
-                    true => kernels.residual(r, &x, &norm, (&hidden, &norm), &y, tokens),
+                    true => kernels.residual(r, &x, post_norm.as_ref(), (&hidden, &norm), &y, tokens),
                     false => kernels.rms_norm(r, &x, &norm, &y, tokens),
                 };
                 (Box::new(record), output)
             }
-            KernelWork::Geglu { width, tokens } => {
+            KernelWork::Glu { width, tokens } => {
                 let (gate, up) = (make.activations(tokens, width)?, make.activations(tokens, width)?);
                 let (mut y, mut output) = make.result(case.wants(), tokens, width)?;
                 if y.floats.is_some() {
                     output = gate.buffer.clone();
                     y = Operand::floats(&gate);
                 }
-                let record = move |r: &mut Recorder<'_>, _| kernels.geglu(r, &gate, &up, &y, tokens);
+                let record = move |r: &mut Recorder<'_>, _| kernels.glu(r, &gate, &up, &y, tokens);
                 (Box::new(record), output)
             }
             KernelWork::Sample { vocab, rows, top_k, top_p } => {
@@ -383,7 +383,9 @@ impl Rig {
             _ => Scheme::F32,
         };
         let gated = matches!(case.work, KernelWork::Gated { .. }).then_some(scheme).into_iter().collect();
-        let matrices = Matrices { gated, embedding: Some(scheme), ..Matrices::default() };
+        let layers = case.spec.layer_kind();
+        let (embedding, head) = (Some(scheme), Some(scheme));
+        let matrices = Matrices { layers, gated, embedding, head, ..Matrices::default() };
         Kernels::new(&self.device, &matrices, &[case.heads()], case.precision)
     }
 }
@@ -431,15 +433,24 @@ impl Make<'_> {
         };
         let rope =
             self.filled((4 * len.next_multiple_of(BLOCK_SIZE) * heads.head_dim) as u64, 0.5f32.to_bits())?;
-        let (q_norm, k_norm) = (self.norm(heads.head_dim)?, self.norm(heads.head_dim)?);
+        let layers = s.layer_kind();
+        let norm = self.norm(heads.head_dim)?;
+        let qk_norms = layers.has_qk_norms.then(|| [norm.clone(), norm]);
+        let biases = match layers.has_biases {
+            true => {
+                let bias = self.filled(4 * heads.q_width() as u64, 0.5f32.to_bits())?;
+                Some([bias.clone(), bias.clone(), bias])
+            }
+            false => None,
+        };
         // Two small f16 numbers. Read as int8 or as f32, the word is small as well.
         let word = 0x2e01_2e01;
         let mut layer = || {
             let cache =
                 KvCache { keys: self.filled(cache_bytes, word)?, values: self.filled(cache_bytes, word)? };
-            let (q_norm, k_norm, rope) = (q_norm.clone(), k_norm.clone(), rope.clone());
+            let (qk_norms, biases, rope) = (qk_norms.clone(), biases.clone(), rope.clone());
             let q_scale = s.score_scale as f32;
-            Ok(Attention { shape, q_norm, k_norm, rope, q_scale, cache })
+            Ok(Attention { shape, qk_norms, biases, rope, q_scale, cache })
         };
         (0..copies(bytes)).map(|_| layer()).collect()
     }

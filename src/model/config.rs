@@ -1,6 +1,9 @@
 //! Reads `config.json` and `generation_config.json`: fields with types and bounds, and errors that name the field.
 //!
 //! The files' meaning for one architecture is in the folder of that architecture ([`super::arch`]).
+//!
+//! The bounds on the numbers of a config are far above every real model, so that sizes computed from them cannot
+//! overflow. The type of positions bounds contexts and windows.
 
 use std::fmt;
 use std::ops::RangeInclusive;
@@ -9,6 +12,15 @@ use serde_json::{Map, Value};
 
 use super::SamplingOptions;
 use crate::checkpoint::{CheckpointError, parse_config, short};
+
+pub(super) const MAX_VOCAB: u64 = 1 << 20;
+pub(super) const MAX_HIDDEN: u64 = 1 << 16;
+/// Bound of `intermediate_size` and of `num_attention_heads * head_dim`: a tile, 32 rows of f32 weights, must fit the
+/// upload's staging buffer.
+pub(super) const MAX_INTERMEDIATE: u64 = 1 << 17;
+pub(super) const MAX_LAYERS: u64 = 1024;
+pub(super) const MAX_HEADS: u64 = 1024;
+pub(super) const MAX_POSITIONS: u64 = 1 << 24;
 
 /// A config describes no model that can be computed. One line: file, field, problem.
 #[derive(Debug, thiserror::Error)]
@@ -68,6 +80,31 @@ pub(super) fn union<const N: usize>(ids: [Vec<u32>; N]) -> Vec<u32> {
     ids.sort_unstable();
     ids.dedup();
     ids
+}
+
+/// The token ids of a config.
+pub(super) struct TokenIds {
+    /// Every id that ends an answer.
+    pub eos: Vec<u32>,
+    pub bos: Option<u32>,
+}
+
+impl TokenIds {
+    /// The ids in any of `levels`; of two beginnings, that of the first level. `default` has those of a config without
+    /// any. Messages name the first level's fields.
+    pub fn read(levels: &[&Level], default: TokenIds, vocab_size: usize) -> Result<TokenIds, ConfigError> {
+        let mut found = TokenIds { eos: Vec::new(), bos: None };
+        for level in levels {
+            found.eos.extend(level.ids("eos_token_id")?);
+            found.bos = found.bos.or(level.ids("bos_token_id")?.first().copied());
+        }
+        let eos = if found.eos.is_empty() { default.eos } else { found.eos };
+        let ids = TokenIds { eos: union([eos]), bos: found.bos.or(default.bos) };
+        let named = levels[0];
+        named.check_ids("eos_token_id", &ids.eos, vocab_size)?;
+        named.check_ids("bos_token_id", ids.bos.as_slice(), vocab_size)?;
+        Ok(ids)
+    }
 }
 
 /// A value as a message may quote it.

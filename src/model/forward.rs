@@ -58,7 +58,7 @@ impl ModelRunner {
         if rows == 0 {
             return;
         }
-        let head = self.embedding.matrix();
+        let head = self.head();
         recorder.label("final norm");
         let final_rows = Operand::new(kernels.wants([head]), &scratch.final_rows, &scratch.final_blocks);
         kernels.rms_norm_gather(recorder, &scratch.hidden, &frame.logit_rows, &self.norm, &final_rows, rows);
@@ -127,8 +127,8 @@ impl ModelRunner {
         }
     }
 
-    /// One decoder layer for the step's tokens `rows`: attention and the feed-forward network, each between two norms,
-    /// added to the residual stream. A layer leaves the feed-forward result in `delta`. The next layer adds it, in one
+    /// One decoder layer for the step's tokens `rows`: attention and the feed-forward network, each after a norm, and
+    /// before a second one in some architectures, added to the residual stream. A layer leaves the feed-forward result in `delta`. The next layer adds it, in one
     /// kernel with its first norm. After the last layer, a separate kernel adds it.
     pub(super) fn record_layer(
         &self,
@@ -181,9 +181,10 @@ impl ModelRunner {
         let normed_in = Operand::new(layer.wants.qkv, normed, normed_blocks);
         let first_norm = &layer.norms.input_layernorm;
         recorder.label("input norm");
-        match index.checked_sub(1).map(|before| &self.layers[before].norms.post_feedforward_layernorm) {
+        match index.checked_sub(1) {
             None => kernels.rms_norm(recorder, hidden, first_norm, &normed_in, tokens),
-            Some(norm) => {
+            Some(before) => {
+                let norm = self.layers[before].norms.post_feedforward_layernorm.as_ref();
                 kernels.residual(recorder, delta, norm, (hidden, first_norm), &normed_in, tokens);
             }
         }
@@ -208,7 +209,7 @@ impl ModelRunner {
         recorder.label("o_proj");
         kernels.matmul(recorder, &[(o_proj, delta)], &self.attended(index, &rows), tokens);
 
-        let norm = &layer.norms.post_attention_layernorm;
+        let norm = layer.norms.post_attention_layernorm.as_ref();
         let next = (hidden, &layer.norms.pre_feedforward_layernorm);
         recorder.label("feed-forward norm");
         kernels.residual(recorder, delta, norm, next, &normed_in, tokens);
@@ -220,7 +221,8 @@ impl ModelRunner {
         kernels.matmul(recorder, &[(down_proj, delta)], &gated_in, tokens);
         if index + 1 == self.layers.len() {
             recorder.label("last add");
-            kernels.rms_norm_add(recorder, delta, &layer.norms.post_feedforward_layernorm, hidden, tokens);
+            let norm = layer.norms.post_feedforward_layernorm.as_ref();
+            kernels.rms_norm_add(recorder, delta, norm, hidden, tokens);
         }
     }
 }

@@ -98,7 +98,7 @@ impl ModelRunner {
             // `normed` is not in use until then.
             let sum = model.scratch.normed.rows(&(0..1));
             recorder.copy(&hidden.buffer, &sum.buffer, place.size());
-            let norm = &model.layers[after - 1].norms.post_feedforward_layernorm;
+            let norm = model.layers[after - 1].norms.post_feedforward_layernorm.as_ref();
             model.kernels.rms_norm_add(recorder, &delta, norm, &sum, 1);
             recorder.copy(&sum.buffer, place, place.size());
         };

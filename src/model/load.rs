@@ -17,10 +17,11 @@ use super::memory::{
 use super::model_runner::{Loaded, ModelRunner, NotCompared};
 use super::offload::{OffloadBuffers, OffloadError, OffloadLimits};
 use super::rates::Rates;
+use super::rope::RopeSpec;
 use super::self_test::{self, SelfTest, Traits};
-use super::spec::{LayerSpec, ModelSpec, NormWeight, RopeSpec};
+use super::spec::{LayerSpec, ModelSpec, NormWeight};
 use super::step::Frame;
-use super::tensors::{Inputs, Layer, Projections, TensorSpec};
+use super::tensors::{Biases, Inputs, Layer, Projections, TensorSpec};
 use super::weights::{Weights, WeightsError};
 use crate::checkpoint::{Checkpoint, CheckpointError, LayerValues, Manifest, ModelFiles, Tensor};
 use crate::gpu::placement::{self, Class, MemoryKind, Plan};
@@ -444,7 +445,8 @@ impl<'a> Load<'a> {
             each_once(config.layers.iter().map(|layer| memory::heads_of(&layer.heads, options.kv)));
         // The squares of matrices' inputs are summed up in f32.
         let precision = if options.moments { Precision::F32 } else { options.precision };
-        let kernels = Kernels::new(self.device, &matrices_of(schemes, options), &of_layers, precision)?;
+        let matrices = matrices_of(config, schemes, options);
+        let kernels = Kernels::new(self.device, &matrices, &of_layers, precision)?;
 
         let specs = &config.tensors;
         let tensors = &weights.tensors;
@@ -452,14 +454,20 @@ impl<'a> Load<'a> {
             self.matrix(checkpoint, tensors.embed_tokens, &specs.embed_tokens, schemes.embedding)?;
         let embedding = Embedding::new(&mut self.arena, &mut self.uploader, embedding, config.embed_scale)?;
         let norm = self.norm(source, tensors.norm, &specs.norm)?;
-        let mut matrices_and_norms = Vec::new();
+        let lm_head = match (tensors.lm_head, &specs.lm_head) {
+            (Some(tensor), Some(spec)) => Some(self.matrix(checkpoint, tensor, spec, schemes.head())?),
+            _ => None,
+        };
+        let mut of_layers = Vec::new();
         for ((tensors, specs), schemes) in tensors.layers.iter().zip(&specs.layers).zip(&schemes.layers) {
             let projections = tensors.projections.zip(specs.projections.as_ref()).zip(*schemes);
             let projections = projections
                 .try_map(|((tensor, spec), scheme)| self.matrix(checkpoint, tensor, spec, scheme))?;
             let norms = tensors.norms.zip(specs.norms.as_ref());
             let norms = norms.try_map(|(tensor, spec)| self.norm(source, tensor, spec))?;
-            matrices_and_norms.push(Layer { projections, norms });
+            let biases = tensors.biases.zip(specs.biases.as_ref());
+            let biases = biases.try_map(|(tensor, spec)| self.vector(source, tensor, spec, 0.0))?;
+            of_layers.push(Layer { projections, norms, biases });
         }
         self.read_queued(checkpoint)?;
         let tokens = self.request.batch_tokens();
@@ -504,16 +512,19 @@ impl<'a> Load<'a> {
         };
         let mut layers = Vec::new();
         let pools = memory::pools_of_layers(config, &limits.kv.pools);
-        let loaded = matrices_and_norms.into_iter().zip(moments).zip(&config.layers).zip(pools);
-        for (i, (((Layer { projections, norms }, moments), spec), pool)) in loaded.enumerate() {
+        let loaded = of_layers.into_iter().zip(moments).zip(&config.layers).zip(pools);
+        for (i, (((Layer { projections, norms, biases }, moments), spec), pool)) in loaded.enumerate() {
             let bytes = memory::kv_pool_bytes(&spec.heads, options.kv, &limits.kv, pool);
             let mut half = |what: &str| {
                 arena.alloc(MemoryKind::Device, Class::KvCache, bytes, &format!("layer {i} {what} cache"))
             };
             let attention = Attention {
                 shape: attention_shape(spec, &limits),
-                q_norm: norms.q_norm.clone(),
-                k_norm: norms.k_norm.clone(),
+                qk_norms: norms.q_norm.clone().zip(norms.k_norm.clone()).map(Into::into),
+                biases: match biases {
+                    Biases { q_proj: Some(q), k_proj: Some(k), v_proj: Some(v) } => Some([q, k, v]),
+                    _ => None,
+                },
                 rope: ropes[spec.rope].clone(),
                 q_scale: config.score_scale as f32,
                 // A step reads a part of the cache, and `ModelRunner::run` counts its bytes.
@@ -532,13 +543,14 @@ impl<'a> Load<'a> {
             (schemes.gate_proj == schemes.up_proj).then_some((schemes.gate_proj, layer.wants.down))
         });
         let traits = Traits {
+            layers: config.layer_kind(),
             heads,
             schemes: distinct,
             gated: each_once(gated),
             normed: each_once(layers.iter().flat_map(|layer| [layer.wants.qkv, layer.wants.gate_up])),
             attended: each_once(layers.iter().map(|layer| layer.wants.output)),
             activated: each_once(layers.iter().map(|layer| layer.wants.down)),
-            last: kernels.wants([embedding.matrix()]),
+            last: kernels.wants([lm_head.as_ref().unwrap_or(embedding.matrix())]),
         };
         let (self_test, image) = SelfTest::new(self.device, &kernels, &traits, &cases, results);
         self.uploader.upload(&cases, &image)?;
@@ -552,6 +564,7 @@ impl<'a> Load<'a> {
             kv: options.kv,
             kernels,
             embedding,
+            lm_head,
             norm,
             layers,
             scratch,
@@ -605,23 +618,35 @@ impl<'a> Load<'a> {
         tensor: Tensor<'_>,
         spec: &TensorSpec,
     ) -> Result<RmsNorm, LoadError> {
+        let adds_one =
+            source.config.norm_weight == NormWeight::OnePlus && !source.checkpoint.norms_hold_one();
+        let weight = self.vector(source, tensor, spec, if adds_one { 1.0 } else { 0.0 })?;
+        Ok(RmsNorm { weight, eps: source.config.norm_eps })
+    }
+
+    /// Loads the elements of a norm or a bias, each with `more` added.
+    fn vector(
+        &mut self,
+        source: &Source<'_>,
+        tensor: Tensor<'_>,
+        spec: &TensorSpec,
+        more: f32,
+    ) -> Result<Buffer, LoadError> {
         let mut values = source.checkpoint.read_f32(&tensor)?;
-        if source.config.norm_weight == NormWeight::OnePlus && !source.checkpoint.norms_hold_one() {
-            values.iter_mut().for_each(|w| *w += 1.0);
-        }
+        values.iter_mut().for_each(|value| *value += more);
         let bytes = (4 * values.len()) as u64;
-        let weight = self.arena.alloc(MemoryKind::Device, spec.class, bytes, tensor.name)?;
-        self.uploader.upload(&weight, &values)?;
+        let buffer = self.arena.alloc(MemoryKind::Device, spec.class, bytes, tensor.name)?;
+        self.uploader.upload(&buffer, &values)?;
         self.done += tensor.stored_bytes();
         let done = self.done + self.queued_bytes();
         (self.progress)(Progress::Weights { done, total: self.total });
-        Ok(RmsNorm { weight, eps: source.config.norm_eps })
+        Ok(buffer)
     }
 
     /// The RoPE tables of [`ModelSpec::ropes`].
     fn rope_tables(&mut self, config: &ModelSpec, positions: usize) -> Result<Vec<Buffer>, LoadError> {
         let table = |(index, rope): (usize, &RopeSpec)| {
-            let table = rope_table(config.rope_dim(index), positions, rope.theta, rope.factor);
+            let table = rope.table(config.rope_dim(index), positions);
             let bytes = (4 * table.len()) as u64;
             let buffer = device_buffer(&mut self.arena, bytes, &memory::rope_table_name(rope))?;
             self.uploader.upload(&buffer, &table)?;
@@ -680,12 +705,18 @@ fn each_once<T: PartialEq>(all: impl Iterator<Item = T>) -> Vec<T> {
 }
 
 /// The matrices that kernels must be able to multiply by.
-fn matrices_of(schemes: &Schemes, options: &LoadOptions) -> Matrices {
+fn matrices_of(config: &ModelSpec, schemes: &Schemes, options: &LoadOptions) -> Matrices {
     let &LoadOptions { tiles, attention, .. } = options;
-    let mut matrices =
-        Matrices { embedding: Some(schemes.embedding), tiles, attention, ..Matrices::default() };
+    let mut matrices = Matrices {
+        layers: config.layer_kind(),
+        embedding: Some(schemes.embedding),
+        head: Some(schemes.head()),
+        tiles,
+        attention,
+        ..Matrices::default()
+    };
     for layer in &schemes.layers {
-        matrices.products.extend(*layer);
+        matrices.products.extend(layer.iter());
         matrices.gated.extend([layer.gate_proj, layer.up_proj]);
     }
     matrices
@@ -695,20 +726,6 @@ fn matrices_of(schemes: &Schemes, options: &LoadOptions) -> Matrices {
 fn layer_moments(arena: &mut Arena, specs: &Layer<TensorSpec>) -> Result<Inputs<Buffer>, GpuError> {
     let widths = specs.projections.input_widths();
     widths.try_map(|width| device_buffer(arena, 4 * width as u64, "moments"))
-}
-
-/// (cos, sin) of position * base^(-2i / head_dim) / factor, `[positions][head_dim / 2][2]`, computed in f64.
-fn rope_table(head_dim: usize, positions: usize, base: f64, factor: f64) -> Vec<f32> {
-    let frequencies: Vec<f64> =
-        (0..head_dim / 2).map(|i| base.powf(-(2.0 * i as f64) / head_dim as f64) / factor).collect();
-    let mut table = Vec::with_capacity(positions * head_dim);
-    for position in 0..positions {
-        for frequency in &frequencies {
-            let (sin, cos) = (position as f64 * frequency).sin_cos();
-            table.extend([cos as f32, sin as f32]);
-        }
-    }
-    table
 }
 
 /// Writes zeros to all allocated memory that the load does not write itself. A driver may allocate memory without
@@ -722,20 +739,4 @@ fn touch(device: &Arc<Device>, arena: &Arena) -> Result<(), GpuError> {
         commands.wait()?;
     }
     Ok(())
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn rope_angles_are_exact_far_out() {
-        let table = rope_table(8, 131_072, 1e6, 8.0);
-        for (position, i) in [(0, 0), (1, 3), (131_071, 0), (100_003, 1)] {
-            let angle = position as f64 / 1e6f64.powf(2.0 * i as f64 / 8.0) / 8.0;
-            let at = (position * 4 + i) * 2;
-            assert!((f64::from(table[at]) - angle.cos()).abs() < 1e-7, "{position} {i}");
-            assert!((f64::from(table[at + 1]) - angle.sin()).abs() < 1e-7, "{position} {i}");
-        }
-    }
 }

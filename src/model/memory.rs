@@ -9,9 +9,10 @@ use std::collections::BTreeSet;
 use std::fmt;
 
 use super::offload::OffloadLimits;
+use super::rope::RopeSpec;
 use super::self_test;
-use super::spec::{AttentionHeads, LayerSpec, ModelSpec, RopeSpec};
-use super::tensors::{Layer, Projections, TensorSpec};
+use super::spec::{AttentionHeads, LayerSpec, ModelSpec};
+use super::tensors::{Layer, ModelTensors, Projections, TensorSpec};
 use super::weights::Weights;
 use super::{KvLimits, KvPool, Limits, MAX_BIASES, first_seen};
 use crate::checkpoint::{CheckpointError, Tensor};
@@ -55,6 +56,8 @@ const MIN_BATCH_TOKENS: usize = 2 * MAX_SEQUENCES;
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Schemes {
     pub embedding: Scheme,
+    /// The matrix of the logits, if the model has one beside the embedding.
+    pub lm_head: Option<Scheme>,
     pub layers: Vec<Projections<Scheme>>,
 }
 
@@ -67,13 +70,21 @@ impl Schemes {
                 layer.projections.as_ref().try_map(|tensor| in_mode(mode.projections(), tensor))
             });
         let layers = layers.collect::<Result<_, _>>()?;
-        Ok(Schemes { embedding: in_mode(mode.embedding(), &weights.tensors.embed_tokens)?, layers })
+        let ModelTensors { embed_tokens, lm_head, .. } = &weights.tensors;
+        let of_vocabulary = |tensor| in_mode(mode.embedding(), tensor);
+        let lm_head = lm_head.as_ref().map(of_vocabulary).transpose()?;
+        Ok(Schemes { embedding: of_vocabulary(embed_tokens)?, lm_head, layers })
+    }
+
+    /// The scheme of the matrix that computes the logits.
+    pub fn head(&self) -> Scheme {
+        self.lm_head.unwrap_or(self.embedding)
     }
 
     /// Each scheme once, the embedding's first.
     pub fn distinct(&self) -> Vec<Scheme> {
         let mut distinct = vec![self.embedding];
-        for scheme in self.layers.iter().flat_map(Projections::iter) {
+        for scheme in self.lm_head.iter().chain(self.layers.iter().flat_map(Projections::iter)) {
             if !distinct.contains(scheme) {
                 distinct.push(*scheme);
             }
@@ -86,7 +97,8 @@ impl Schemes {
         let layers = config.tensors.layers.iter().map(|layer| {
             layer.projections.as_ref().map(|spec| if spec.class == Class::Ffn { ffn } else { attention })
         });
-        Schemes { embedding, layers: layers.collect() }
+        let lm_head = config.tensors.lm_head.is_some().then_some(embedding);
+        Schemes { embedding, lm_head, layers: layers.collect() }
     }
 }
 
@@ -101,7 +113,8 @@ impl fmt::Display for Schemes {
         };
         let attention = names(|p| vec![p.q_proj, p.k_proj, p.v_proj, p.o_proj]);
         let feed_forward = names(|p| vec![p.gate_proj, p.up_proj, p.down_proj]);
-        write!(f, "attention {attention}, feed-forward {feed_forward}, embedding {}", self.embedding)
+        write!(f, "attention {attention}, feed-forward {feed_forward}, embedding {}", self.embedding)?;
+        self.lm_head.map_or(Ok(()), |scheme| write!(f, ", head {scheme}"))
     }
 }
 
@@ -128,7 +141,7 @@ impl ChosenKv {
         let layers = c.tensors.layers.iter().zip(&schemes.layers);
         let projections =
             layers.flat_map(|(specs, schemes)| specs.projections.iter().zip(schemes.iter())).map(bytes);
-        let weights = projections.sum::<u64>() + bytes((&c.tensors.embed_tokens, &schemes.embedding));
+        let weights = projections.sum::<u64>() + bytes((c.head(), &schemes.head()));
         let percent = 100.0 * kv as f64 / weights as f64;
         let dtype = if percent >= AUTO_KV_PERCENT { KvDtype::Int8 } else { KvDtype::F16 };
         let why =
@@ -314,8 +327,8 @@ impl<'a> MemoryRequest<'a> {
             add(Class::Activations, device, bytes, "self-test".into());
             if self.moments && !is_draft {
                 for (i, layer) in c.tensors.layers.iter().enumerate() {
-                    for width in layer.projections.input_widths() {
-                        add(Class::Activations, device, 4 * width as u64, format!("layers.{i} moments"));
+                    for width in layer.projections.input_widths().iter() {
+                        add(Class::Activations, device, 4 * *width as u64, format!("layers.{i} moments"));
                     }
                 }
             }
@@ -363,19 +376,21 @@ impl<'a> MemoryRequest<'a> {
         for bytes in bytes {
             add(embedding.class, bytes, embedding.name.clone());
         }
-        let norm_bytes = |spec: &TensorSpec| 4 * spec.elements();
-        add(specs.norm.class, norm_bytes(&specs.norm), specs.norm.name.clone());
-        for (layer, schemes) in specs.layers.iter().zip(&schemes.layers) {
-            for (spec, scheme) in layer.projections.iter().zip(schemes.iter()) {
-                for (blocks, scales) in matrix(spec, *scheme) {
-                    add(spec.class, blocks, spec.name.clone());
-                    if let Some(scales) = scales {
-                        add(spec.class, scales, format!("{} scales", spec.name));
-                    }
+        let vector_bytes = |spec: &TensorSpec| 4 * spec.elements();
+        add(specs.norm.class, vector_bytes(&specs.norm), specs.norm.name.clone());
+        let add_matrix = |(spec, scheme): (&TensorSpec, &Scheme), add: &mut dyn FnMut(Class, u64, String)| {
+            for (blocks, scales) in matrix(spec, *scheme) {
+                add(spec.class, blocks, spec.name.clone());
+                if let Some(scales) = scales {
+                    add(spec.class, scales, format!("{} scales", spec.name));
                 }
             }
-            for spec in layer.norms.iter() {
-                add(spec.class, norm_bytes(spec), spec.name.clone());
+        };
+        specs.lm_head.iter().zip(&schemes.lm_head).for_each(|head| add_matrix(head, add));
+        for (layer, schemes) in specs.layers.iter().zip(&schemes.layers) {
+            layer.projections.iter().zip(schemes.iter()).for_each(|matrix| add_matrix(matrix, add));
+            for spec in layer.norms.iter().chain(layer.biases.iter()) {
+                add(spec.class, vector_bytes(spec), spec.name.clone());
             }
         }
     }

@@ -4,6 +4,7 @@
 
 pub mod arch;
 pub mod config;
+mod dense;
 pub mod draft;
 mod evaluate;
 mod forward;
@@ -12,11 +13,14 @@ pub mod heaps;
 pub mod model_runner;
 mod layer_check;
 mod layers;
+mod llama;
 pub mod load;
 pub mod memory;
 pub mod offload;
+mod qwen2;
 pub(crate) mod rates;
 pub mod rig;
+pub mod rope;
 mod runner;
 mod sampling;
 #[doc(hidden)]

@@ -25,7 +25,7 @@ use crate::config::Courtesy;
 use crate::gpu::placement::Placement;
 use crate::gpu::residency::Residency;
 use crate::gpu::{Buffer, Class, Device, GpuError, Recorder};
-use crate::kernels::{AttentionBy, Embedding, History, Kernels, RmsNorm, Tiles};
+use crate::kernels::{AttentionBy, Embedding, History, Kernels, Matrix, RmsNorm, Tiles};
 use crate::tensor::{KvDtype, Precision};
 
 /// Counts of the bytes that a load read, and of those that remain in memory.
@@ -81,6 +81,8 @@ pub struct ModelRunner {
     pub(crate) kv: KvDtype,
     pub(crate) kernels: Kernels,
     pub(super) embedding: Embedding,
+    /// The matrix of the logits; `None` = the embedding.
+    pub(super) lm_head: Option<Matrix>,
     pub(super) norm: RmsNorm,
     pub(crate) layers: Vec<DeviceLayer>,
     pub(crate) scratch: Scratch,
@@ -152,6 +154,11 @@ impl ModelRunner {
         &self.device
     }
 
+    /// The matrix that computes the logits.
+    pub(super) fn head(&self) -> &Matrix {
+        self.lm_head.as_ref().unwrap_or(self.embedding.matrix())
+    }
+
     pub fn loaded(&self) -> Loaded {
         self.loaded
     }
@@ -182,7 +189,7 @@ impl ModelRunner {
     /// The least bytes that a step reads: every weight once, the output head only if ids are drawn, and the keys and
     /// values that each sequence sees once. `shares` has `(positions before, tokens)` of each sequence.
     pub fn least_bytes(&self, shares: &[(usize, usize)], draws: bool) -> u64 {
-        let head = if draws { 0 } else { self.embedding.matrix().bytes() };
+        let head = if draws { 0 } else { self.head().bytes() };
         self.weight_bytes - head + self.kv_bytes_seen(shares.iter().copied())
     }
 

@@ -101,9 +101,10 @@ impl Rig {
         let matrices = Matrices {
             products: vec![scheme],
             gated: of_kind(ProductKind::Gated).into_iter().collect(),
-            embedding: of_kind(ProductKind::Head),
+            head: of_kind(ProductKind::Head),
             tiles: Some(tiles),
             attention: Some(AttentionBy::Lanes),
+            ..Matrices::default()
         };
         self.multiplying(&matrices)
     }
@@ -274,7 +275,7 @@ impl Make<'_> {
         put(&mut scales, |_| f16::from_f32(deviation / 8.0).to_le_bytes());
         let native = NativeTensor { scheme, blocks: blocks[..].into(), scales: scales[..].into() };
         let (shape, encoding) = ([rows, cols], Encoding::Native(native));
-        let tensor = Tensor { name: "measured", file: "memory", shape: &shape, encoding };
+        let tensor = Tensor { name: "measured", file: "memory", shape: &shape, encoding, interleaved: None };
         let shard = self.max_shard_bytes();
         let mut upload = || {
             let mut uploader = Uploader::<UploadError>::new(&self.rig.device)?;

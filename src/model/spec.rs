@@ -3,10 +3,12 @@
 
 use serde_json::Value;
 
-use super::config::ConfigError;
+use super::config::{ConfigError, Level, MAX_HEADS, MAX_INTERMEDIATE};
+use super::rope::RopeSpec;
 use super::runner::KvPool;
-use super::tensors::{ModelTensors, TensorSpec};
+use super::tensors::{Layer, ModelTensors, TensorSpec};
 use crate::checkpoint::gguf::GgufArch;
+use crate::kernels::{HiddenAct, LayerKind};
 
 /// An architecture.
 #[derive(Debug)]
@@ -42,6 +44,8 @@ pub struct ModelSpec {
     pub intermediate_size: usize,
     /// Factor of attention scores.
     pub score_scale: f64,
+    /// The activation of the gate in the feed-forward network.
+    pub hidden_act: HiddenAct,
     pub norm_eps: f32,
     pub norm_weight: NormWeight,
     /// Factor of the embeddings that enter the first layer.
@@ -53,8 +57,8 @@ pub struct ModelSpec {
     pub tensors: ModelTensors<TensorSpec>,
     /// Ids that each end an answer; ascending, below `vocab_size`.
     pub eos_token_ids: Vec<u32>,
-    pub bos_token_id: u32,
-    pub pad_token_id: u32,
+    /// The id that begins texts. The tokenizer decides whether it is put in front of them.
+    pub bos_token_id: Option<u32>,
 }
 
 /// What distinguishes one layer from the others.
@@ -73,11 +77,48 @@ pub struct AttentionHeads {
     /// Number of query heads, a multiple of `num_key_value_heads`.
     pub num_attention_heads: usize,
     pub num_key_value_heads: usize,
-    /// Dimension of a head, a multiple of 4 from 32 to 256.
+    /// Dimension of a head, a multiple of 4 from 16 to 256.
     pub head_dim: usize,
 }
 
 impl AttentionHeads {
+    /// The heads of a config's layers. Without `num_key_value_heads` or `head_dim`, `kv_heads` and `head_dim` compute
+    /// them from the number of query heads.
+    pub(super) fn read(
+        level: &Level,
+        heads: usize,
+        kv_heads: impl Fn(usize) -> usize,
+        head_dim: impl Fn(usize) -> usize,
+    ) -> Result<AttentionHeads, ConfigError> {
+        let num_attention_heads = level.size("num_attention_heads", heads, 1..=MAX_HEADS)?;
+        let of = |name: &str, default: usize, range| match level.get(name) {
+            Some(value) => level.whole(name, value, range).map(|n| n as usize),
+            None => Ok(default),
+        };
+        let num_key_value_heads = of("num_key_value_heads", kv_heads(num_attention_heads), 1..=MAX_HEADS)?;
+        if !num_attention_heads.is_multiple_of(num_key_value_heads) {
+            return Err(level.error(
+                "num_attention_heads",
+                format!(
+                    "is {num_attention_heads}; expected a multiple of num_key_value_heads ({num_key_value_heads})"
+                ),
+            ));
+        }
+        let head_dim = of("head_dim", head_dim(num_attention_heads), 16..=256)?;
+        if !head_dim.is_multiple_of(4) || !(16..=256).contains(&head_dim) {
+            let problem = format!("is {head_dim}; expected a multiple of 4 from 16 to 256");
+            return Err(level.error("head_dim", problem));
+        }
+        if num_attention_heads * head_dim > MAX_INTERMEDIATE as usize {
+            let what = format!(
+                "times head_dim ({head_dim}) is {}; expected at most {MAX_INTERMEDIATE}",
+                num_attention_heads * head_dim
+            );
+            return Err(level.error("num_attention_heads", what));
+        }
+        Ok(AttentionHeads { num_attention_heads, num_key_value_heads, head_dim })
+    }
+
     /// Number of query heads per KV head.
     pub fn group(&self) -> usize {
         self.num_attention_heads / self.num_key_value_heads
@@ -108,15 +149,6 @@ impl LayerSpec {
     }
 }
 
-/// A table of rotations: the angle of pair `i` at position `p` is `p * theta^(-2i / head_dim) / factor`.
-#[derive(Debug, Clone, PartialEq)]
-pub struct RopeSpec {
-    /// The layers that use it, in messages.
-    pub name: &'static str,
-    pub theta: f64,
-    pub factor: f64,
-}
-
 /// The factor by which a norm multiplies, from the stored weight `w`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum NormWeight {
@@ -127,6 +159,22 @@ pub enum NormWeight {
 }
 
 impl ModelSpec {
+    /// What the kernels of a layer compute, apart from shapes. All layers of a model have the same tensors.
+    pub fn layer_kind(&self) -> LayerKind {
+        let Layer { norms, biases, .. } = &self.tensors.layers[0];
+        LayerKind {
+            activation: self.hidden_act,
+            has_post_norms: norms.post_attention_layernorm.is_some(),
+            has_qk_norms: norms.q_norm.is_some(),
+            has_biases: biases.q_proj.is_some(),
+        }
+    }
+
+    /// The matrix that computes the logits: that of the embedding, unless the model has another one.
+    pub fn head(&self) -> &TensorSpec {
+        self.tensors.lm_head.as_ref().unwrap_or(&self.tensors.embed_tokens)
+    }
+
     /// The largest number of positions that layers with a window see; `None` if no layer has a window.
     pub fn window(&self) -> Option<usize> {
         self.layers.iter().filter_map(|layer| layer.window).max()

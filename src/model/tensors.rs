@@ -10,10 +10,10 @@ use crate::gpu::placement::Class;
 /// A tensor that a model needs.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TensorSpec {
-    /// The Hugging Face name without the prefix of the language model and without `.weight`, such as
+    /// The Hugging Face name without the prefix of the language model and without `.weight` or `.bias`, such as
     /// `layers.3.self_attn.q_proj`.
     pub name: String,
-    /// `[out, in]` of a matrix, `[n]` of a norm.
+    /// `[out, in]` of a matrix, `[n]` of a norm or a bias.
     pub shape: Vec<usize>,
     /// The shape in the words of `config.json`.
     pub shape_in_config: &'static str,
@@ -27,11 +27,15 @@ pub struct TensorSpec {
 /// The use of a tensor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Role {
-    /// A matrix whose rows are embeddings, and which also computes the logits.
+    /// A matrix whose rows are embeddings. It also computes the logits if the model has no [`Role::Head`].
     Embedding,
+    /// The matrix that computes the logits. Its name has no prefix.
+    Head,
     /// A matrix that multiplies the activations of a group.
     Projection(InputGroup),
     Norm,
+    /// The bias of a projection.
+    Bias,
 }
 
 /// The matrices of a layer that multiply the same activations.
@@ -44,9 +48,16 @@ pub enum InputGroup {
 }
 
 impl TensorSpec {
+    /// The name without the prefix of the language model, such as `layers.3.self_attn.q_proj.weight`.
+    pub fn stored_name(&self) -> String {
+        let what = if self.role == Role::Bias { "bias" } else { "weight" };
+        format!("{}.{what}", self.name)
+    }
+
     /// The name in checkpoints of the text model alone, such as `model.layers.3.self_attn.q_proj.weight`.
     pub fn full_name(&self) -> String {
-        format!("model.{}.weight", self.name)
+        let prefix = if self.role == Role::Head { "" } else { "model." };
+        format!("{prefix}{}", self.stored_name())
     }
 
     pub fn elements(&self) -> u64 {
@@ -57,52 +68,83 @@ impl TensorSpec {
         self.shape[0]
     }
 
-    /// Columns of a matrix. Panics for a norm.
+    /// Columns of a matrix. Panics for a norm or a bias.
     pub fn cols(&self) -> usize {
         self.shape[1]
     }
 }
 
+/// A value that every layer has, and a value that some models lack.
+type Always<T> = T;
+type Optional<T> = Option<T>;
+
+/// The same operation on a value of either kind.
+macro_rules! on_each {
+    (map Always $value:expr, $f:expr) => {
+        $f($value)
+    };
+    (map Optional $value:expr, $f:expr) => {
+        $value.map(&mut $f)
+    };
+    (try_map Always $value:expr, $f:expr) => {
+        $f($value)?
+    };
+    (try_map Optional $value:expr, $f:expr) => {
+        $value.map(&mut $f).transpose()?
+    };
+    (zip Always $a:expr, $b:expr) => {
+        ($a, $b)
+    };
+    (zip Optional $a:expr, $b:expr) => {{
+        let (a, b) = ($a, $b);
+        assert_eq!(a.is_some(), b.is_some(), "tensors of different models");
+        a.zip(b)
+    }};
+    (as_ref Always $value:expr) => {
+        &$value
+    };
+    (as_ref Optional $value:expr) => {
+        $value.as_ref()
+    };
+    (some Always $value:expr) => {
+        Some(&$value)
+    };
+    (some Optional $value:expr) => {
+        $value.as_ref()
+    };
+}
+
 macro_rules! one_value_each {
-    ($(#[$doc:meta])* $name:ident { $($(#[$field_doc:meta])* $field:ident),+ $(,)? }) => {
+    ($(#[$doc:meta])* $name:ident { $($field:ident: $kind:ident),+ $(,)? }) => {
         $(#[$doc])*
         #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
         pub struct $name<T> {
-            $($(#[$field_doc])* pub $field: T,)+
+            $(pub $field: $kind<T>,)+
         }
 
         impl<T> $name<T> {
             /// The result of `f` for each value, in the order of the fields.
             pub fn map<U>(self, mut f: impl FnMut(T) -> U) -> $name<U> {
-                $name { $($field: f(self.$field),)+ }
+                $name { $($field: on_each!(map $kind self.$field, f),)+ }
             }
 
             /// As `map`; ends at the first error.
             pub fn try_map<U, E>(self, mut f: impl FnMut(T) -> Result<U, E>) -> Result<$name<U>, E> {
-                Ok($name { $($field: f(self.$field)?,)+ })
+                Ok($name { $($field: on_each!(try_map $kind self.$field, f),)+ })
             }
 
-            /// The values of both, in pairs.
+            /// The values of both, in pairs. Panics if only one of them has an optional value.
             pub fn zip<U>(self, other: $name<U>) -> $name<(T, U)> {
-                $name { $($field: (self.$field, other.$field),)+ }
+                $name { $($field: on_each!(zip $kind self.$field, other.$field),)+ }
             }
 
             pub fn as_ref(&self) -> $name<&T> {
-                $name { $($field: &self.$field,)+ }
+                $name { $($field: on_each!(as_ref $kind self.$field),)+ }
             }
 
             /// The values in the order of the fields.
             pub fn iter(&self) -> impl Iterator<Item = &T> {
-                [$(&self.$field,)+].into_iter()
-            }
-        }
-
-        impl<T> IntoIterator for $name<T> {
-            type Item = T;
-            type IntoIter = std::vec::IntoIter<T>;
-
-            fn into_iter(self) -> Self::IntoIter {
-                vec![$(self.$field,)+].into_iter()
+                [$(on_each!(some $kind self.$field),)+].into_iter().flatten()
             }
         }
     };
@@ -110,24 +152,38 @@ macro_rules! one_value_each {
 
 one_value_each! {
     /// One value for each matrix of a layer.
-    Projections { q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj }
-}
-
-one_value_each! {
-    /// One value for each norm of a layer.
-    Norms {
-        input_layernorm,
-        post_attention_layernorm,
-        pre_feedforward_layernorm,
-        post_feedforward_layernorm,
-        q_norm,
-        k_norm,
+    Projections {
+        q_proj: Always,
+        k_proj: Always,
+        v_proj: Always,
+        o_proj: Always,
+        gate_proj: Always,
+        up_proj: Always,
+        down_proj: Always,
     }
 }
 
 one_value_each! {
+    /// One value for each norm of a layer. [`Norms::pre_feedforward_layernorm`] is the norm before the feed-forward
+    /// network, which architectures without the optional norms store as `post_attention_layernorm`.
+    Norms {
+        input_layernorm: Always,
+        post_attention_layernorm: Optional,
+        pre_feedforward_layernorm: Always,
+        post_feedforward_layernorm: Optional,
+        q_norm: Optional,
+        k_norm: Optional,
+    }
+}
+
+one_value_each! {
+    /// One value for each bias of a layer, by the matrix whose product it is added to.
+    Biases { q_proj: Optional, k_proj: Optional, v_proj: Optional }
+}
+
+one_value_each! {
     /// One value for each group of matrices that have the same input.
-    Inputs { qkv, output, gate_up, down }
+    Inputs { qkv: Always, output: Always, gate_up: Always, down: Always }
 }
 
 impl<T> Index<InputGroup> for Inputs<T> {
@@ -143,29 +199,42 @@ impl<T> Index<InputGroup> for Inputs<T> {
     }
 }
 
-/// One value for each tensor of a layer. Norms may have another type than matrices.
+/// One value for each tensor of a layer. Norms and biases may have another type than matrices.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct Layer<M, N = M> {
+pub struct Layer<M, N = M, B = N> {
     pub projections: Projections<M>,
     pub norms: Norms<N>,
+    pub biases: Biases<B>,
 }
 
 impl<T> Layer<T> {
     pub fn map<U>(self, mut f: impl FnMut(T) -> U) -> Layer<U> {
-        Layer { projections: self.projections.map(&mut f), norms: self.norms.map(f) }
+        Layer {
+            projections: self.projections.map(&mut f),
+            norms: self.norms.map(&mut f),
+            biases: self.biases.map(f),
+        }
     }
 
     pub fn zip<U>(self, other: Layer<U>) -> Layer<(T, U)> {
-        Layer { projections: self.projections.zip(other.projections), norms: self.norms.zip(other.norms) }
+        Layer {
+            projections: self.projections.zip(other.projections),
+            norms: self.norms.zip(other.norms),
+            biases: self.biases.zip(other.biases),
+        }
     }
 
     pub fn as_ref(&self) -> Layer<&T> {
-        Layer { projections: self.projections.as_ref(), norms: self.norms.as_ref() }
+        Layer {
+            projections: self.projections.as_ref(),
+            norms: self.norms.as_ref(),
+            biases: self.biases.as_ref(),
+        }
     }
 
-    /// The values of the matrices, then those of the norms.
+    /// The values of the matrices, then those of the norms and of the biases.
     pub fn iter(&self) -> impl Iterator<Item = &T> {
-        self.projections.iter().chain(self.norms.iter())
+        self.projections.iter().chain(self.norms.iter()).chain(self.biases.iter())
     }
 }
 
@@ -181,24 +250,149 @@ impl Projections<TensorSpec> {
     }
 }
 
+/// The names of a tensor of a layer in both kinds of checkpoints, without `.weight` or `.bias`.
+pub(super) struct Names {
+    pub hugging_face: &'static str,
+    pub gguf: &'static str,
+}
+
+impl Names {
+    pub const fn of(hugging_face: &'static str, gguf: &'static str) -> Names {
+        Names { hugging_face, gguf }
+    }
+}
+
+impl Layer<Names> {
+    /// The Hugging Face name of a tensor of a GGUF file.
+    pub fn of_gguf(&self, name: &str) -> Option<&'static str> {
+        self.iter().find(|names| names.gguf == name).map(|names| names.hugging_face)
+    }
+}
+
+/// The sizes of a model whose layers all have the same shapes.
+pub(super) struct Sizes {
+    pub vocab_size: usize,
+    pub hidden_size: usize,
+    pub intermediate_size: usize,
+    pub num_hidden_layers: usize,
+    /// Elements of a token's queries and of its keys, and of one head.
+    pub q_width: usize,
+    pub kv_width: usize,
+    pub head_dim: usize,
+    pub tie_word_embeddings: bool,
+}
+
+impl ModelTensors<TensorSpec> {
+    /// The tensors of a model whose layers have these names.
+    pub(super) fn of(names: &Layer<Names>, sizes: &Sizes) -> ModelTensors<TensorSpec> {
+        let of = |name: &str, shape, shape_in_config, role, class| TensorSpec {
+            name: name.to_owned(),
+            shape,
+            shape_in_config,
+            role,
+            class,
+            layer: None,
+        };
+        let vocabulary = |name, role| {
+            let shape = vec![sizes.vocab_size, sizes.hidden_size];
+            of(name, shape, "vocab_size, hidden_size", role, Class::Embedding)
+        };
+        ModelTensors {
+            embed_tokens: vocabulary("embed_tokens", Role::Embedding),
+            norm: of("norm", vec![sizes.hidden_size], "hidden_size", Role::Norm, Class::Norms),
+            lm_head: (!sizes.tie_word_embeddings).then(|| vocabulary("lm_head", Role::Head)),
+            layers: (0..sizes.num_hidden_layers).map(|layer| Layer::of(names, sizes, layer)).collect(),
+        }
+    }
+}
+
+impl Layer<TensorSpec> {
+    fn of(names: &Layer<Names>, sizes: &Sizes, layer: usize) -> Layer<TensorSpec> {
+        use InputGroup::{Down, GateUp, Output, Qkv};
+        const Q_ROWS: &str = "num_attention_heads * head_dim, hidden_size";
+        const KV_ROWS: &str = "num_key_value_heads * head_dim, hidden_size";
+        const FFN_ROWS: &str = "intermediate_size, hidden_size";
+        let &Sizes { hidden_size: hidden, intermediate_size: ffn, head_dim, .. } = sizes;
+        let (q, kv) = (sizes.q_width, sizes.kv_width);
+        let matrix = |rows, cols, shape_in_config, input, class| {
+            (vec![rows, cols], shape_in_config, Role::Projection(input), class)
+        };
+        let norm = |n, shape_in_config| (vec![n], shape_in_config, Role::Norm, Class::Norms);
+        let bias = |n, shape_in_config| (vec![n], shape_in_config, Role::Bias, Class::Norms);
+        let Layer { norms: has, biases, .. } = names;
+        let shapes = Layer {
+            projections: Projections {
+                q_proj: matrix(q, hidden, Q_ROWS, Qkv, Class::Attention),
+                k_proj: matrix(kv, hidden, KV_ROWS, Qkv, Class::Attention),
+                v_proj: matrix(kv, hidden, KV_ROWS, Qkv, Class::Attention),
+                o_proj: matrix(
+                    hidden,
+                    q,
+                    "hidden_size, num_attention_heads * head_dim",
+                    Output,
+                    Class::Attention,
+                ),
+                gate_proj: matrix(ffn, hidden, FFN_ROWS, GateUp, Class::Ffn),
+                up_proj: matrix(ffn, hidden, FFN_ROWS, GateUp, Class::Ffn),
+                down_proj: matrix(hidden, ffn, "hidden_size, intermediate_size", Down, Class::Ffn),
+            },
+            norms: Norms {
+                input_layernorm: norm(hidden, "hidden_size"),
+                post_attention_layernorm: has
+                    .post_attention_layernorm
+                    .as_ref()
+                    .map(|_| norm(hidden, "hidden_size")),
+                pre_feedforward_layernorm: norm(hidden, "hidden_size"),
+                post_feedforward_layernorm: has
+                    .post_feedforward_layernorm
+                    .as_ref()
+                    .map(|_| norm(hidden, "hidden_size")),
+                q_norm: has.q_norm.as_ref().map(|_| norm(head_dim, "head_dim")),
+                k_norm: has.k_norm.as_ref().map(|_| norm(head_dim, "head_dim")),
+            },
+            biases: Biases {
+                q_proj: biases.q_proj.as_ref().map(|_| bias(q, "num_attention_heads * head_dim")),
+                k_proj: biases.k_proj.as_ref().map(|_| bias(kv, "num_key_value_heads * head_dim")),
+                v_proj: biases.v_proj.as_ref().map(|_| bias(kv, "num_key_value_heads * head_dim")),
+            },
+        };
+        names.as_ref().zip(shapes).map(|(names, (shape, shape_in_config, role, class))| TensorSpec {
+            name: format!("layers.{layer}.{}", names.hugging_face),
+            shape,
+            shape_in_config,
+            role,
+            class,
+            layer: Some(layer),
+        })
+    }
+}
+
 /// One value for each tensor of a model, in the order in which they are loaded and written.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ModelTensors<T> {
     pub embed_tokens: T,
     /// The norm after the last layer.
     pub norm: T,
+    /// The matrix of the logits; `None` = the embedding.
+    pub lm_head: Option<T>,
     pub layers: Vec<Layer<T>>,
 }
 
 impl<T> ModelTensors<T> {
+    /// The values outside of the layers.
+    fn shared(&self) -> impl Iterator<Item = &T> {
+        [&self.embed_tokens, &self.norm].into_iter().chain(&self.lm_head)
+    }
+
     pub fn iter(&self) -> impl Iterator<Item = &T> {
-        [&self.embed_tokens, &self.norm].into_iter().chain(self.layers.iter().flat_map(Layer::iter))
+        self.shared().chain(self.layers.iter().flat_map(Layer::iter))
     }
 
     pub fn map<U>(self, mut f: impl FnMut(T) -> U) -> ModelTensors<U> {
         ModelTensors {
             embed_tokens: f(self.embed_tokens),
             norm: f(self.norm),
+            lm_head: self.lm_head.map(&mut f),
             layers: self.layers.into_iter().map(|layer| layer.map(&mut f)).collect(),
         }
     }
@@ -207,24 +401,27 @@ impl<T> ModelTensors<T> {
         ModelTensors {
             embed_tokens: &self.embed_tokens,
             norm: &self.norm,
+            lm_head: self.lm_head.as_ref(),
             layers: self.layers.iter().map(Layer::as_ref).collect(),
         }
     }
 
     /// The values in groups that a native checkpoint stores in one file, with the names of the files.
     pub fn files(&self) -> Vec<(String, Vec<&T>)> {
-        let shared = ("shared.safetensors".to_owned(), vec![&self.embed_tokens, &self.norm]);
+        let shared = ("shared.safetensors".to_owned(), self.shared().collect());
         let layers = self.layers.iter().enumerate();
         let layers = layers.map(|(i, layer)| (format!("layer-{i:03}.safetensors"), layer.iter().collect()));
         std::iter::once(shared).chain(layers).collect()
     }
 
-    /// The values of both, in pairs. Panics if the numbers of layers differ.
+    /// The values of both, in pairs. Panics if the models differ in their layers or optional tensors.
     pub fn zip<U>(self, other: ModelTensors<U>) -> ModelTensors<(T, U)> {
         assert_eq!(self.layers.len(), other.layers.len(), "layers");
+        assert_eq!(self.lm_head.is_some(), other.lm_head.is_some(), "heads");
         ModelTensors {
             embed_tokens: (self.embed_tokens, other.embed_tokens),
             norm: (self.norm, other.norm),
+            lm_head: self.lm_head.zip(other.lm_head),
             layers: self.layers.into_iter().zip(other.layers).map(|(a, b)| a.zip(b)).collect(),
         }
     }

@@ -53,7 +53,7 @@ impl Trial {
             scheme.block_bytes(*rows, *cols) + scheme.scale_bytes(*rows, *cols)
         };
         let of = |kind, (spec, scheme): (&TensorSpec, Scheme)| (kind, scheme, [spec.rows(), spec.cols()]);
-        let mut all = vec![of(ProductKind::Head, (&config.tensors.embed_tokens, schemes.embedding))];
+        let mut all = vec![of(ProductKind::Head, (config.head(), schemes.head()))];
         for (specs, schemes) in config.tensors.layers.iter().zip(&schemes.layers) {
             let Projections { q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj } =
                 specs.projections.as_ref().zip(*schemes);

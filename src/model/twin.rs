@@ -1,7 +1,8 @@
 //! The forward pass on the CPU: the reference values of each layer of a checkpoint for a fixed prompt.
 //!
 //! It checks devices, and serves no requests: `unicorn quantize` stores its results with the weights, and a device that
-//! computes other values does not serve. It shares no code with the code that it checks. Values are f64 between
+//! computes other values does not serve. It shares no code with the code that it checks, except the frequencies of RoPE,
+//! which are numbers of the config. Values are f64 between
 //! products, and f32 where the device has f32. Matrices are read row by row, on all cores. Memory holds one row per
 //! core, and the activations of a few tokens.
 //!
@@ -11,10 +12,11 @@
 
 use rayon::prelude::*;
 
-use super::spec::{LayerSpec, ModelSpec, NormWeight, RopeSpec};
+use super::spec::{LayerSpec, ModelSpec, NormWeight};
 use super::tensors::{Layer, Norms, Projections};
 use super::weights::Weights;
 use crate::checkpoint::{Checkpoint, CheckpointError, Deviation, Expected, LayerValues, Tensor};
+use crate::kernels::HiddenAct;
 use crate::tensor::Precision;
 
 /// The most tokens of the prompt.
@@ -74,7 +76,7 @@ pub fn values_of(
         [0, 1].map(|pass| hidden[(pass + 1) * tokens.len() - 1].clone()).into_iter().collect();
     let normed = twin.normed(&last, &weights.tensors.norm)?;
     let ids: Vec<usize> = LayerValues::logit_ids(logits, config.vocab_size).collect();
-    let logits = Twin { tokens: 1, ..twin }.products(&weights.tensors.embed_tokens, &normed, &ids)?;
+    let logits = Twin { tokens: 1, ..twin }.products(weights.head(), &normed, &ids)?;
     let [exact, rounded] = [0, 1].map(|pass| logits[pass].iter().map(|x| *x as f32).collect());
     let expected = |[exact, rounded]: [Vec<f32>; 2]| {
         let Deviation { relative, largest } = Deviation::of(&rounded, &exact);
@@ -94,7 +96,7 @@ pub fn values_of(
 /// Ids from the whole vocabulary.
 fn prompt(config: &ModelSpec) -> Vec<u32> {
     let id = |i: usize| ((i * i * 7919 + i * 31) % config.vocab_size) as u32;
-    let first = config.bos_token_id.min(config.vocab_size as u32 - 1);
+    let first = config.bos_token_id.unwrap_or(0);
     std::iter::once(first).chain((1..TOKENS.min(config.max_position_embeddings)).map(id)).collect()
 }
 
@@ -114,19 +116,22 @@ impl Twin<'_> {
         spec: &LayerSpec,
         hidden: &mut [Vec<f64>],
     ) -> Result<(), CheckpointError> {
-        let Layer { projections, norms } = layer;
+        let Layer { projections, norms, .. } = layer;
         let normed = self.normed(hidden, &norms.input_layernorm)?;
         let attended = self.attention(layer, spec, &normed)?;
         let result = self.product(&projections.o_proj, &attended)?;
-        add(hidden, &self.normed(&result, &norms.post_attention_layernorm)?);
+        add(hidden, &self.post_normed(result, norms.post_attention_layernorm.as_ref())?);
         let normed = self.normed(hidden, &norms.pre_feedforward_layernorm)?;
         let mut gate = self.product(&projections.gate_proj, &normed)?;
         let up = self.product(&projections.up_proj, &normed)?;
         for (gate, up) in gate.iter_mut().flatten().zip(up.iter().flatten()) {
-            *gate = gelu(*gate) * up;
+            *gate = match self.config.hidden_act {
+                HiddenAct::GeluTanh => gelu(*gate) * up,
+                HiddenAct::Silu => *gate / (1.0 + (-*gate).exp()) * up,
+            };
         }
         let result = self.product(&projections.down_proj, &gate)?;
-        add(hidden, &self.normed(&result, &norms.post_feedforward_layernorm)?);
+        add(hidden, &self.post_normed(result, norms.post_feedforward_layernorm.as_ref())?);
         Ok(())
     }
 
@@ -139,18 +144,31 @@ impl Twin<'_> {
         let c = self.config;
         let dim = spec.heads.head_dim;
         let window = spec.window.unwrap_or(usize::MAX);
-        let RopeSpec { theta, factor, .. } = c.ropes[spec.rope];
+        let rope = &c.ropes[spec.rope];
+        let (frequencies, factor) = (rope.frequencies(dim), rope.attention_factor());
         let Projections { q_proj, k_proj, v_proj, .. } = &layer.projections;
         let Norms { q_norm, k_norm, .. } = &layer.norms;
         let mut queries = self.product(q_proj, normed)?;
         let mut keys = self.product(k_proj, normed)?;
         let mut values = self.product(v_proj, normed)?;
+        let biases = layer.biases.as_ref();
+        for (rows, bias) in
+            [(&mut queries, biases.q_proj), (&mut keys, biases.k_proj), (&mut values, biases.v_proj)]
+        {
+            let Some(bias) = bias else { continue };
+            let bias = self.checkpoint.read_f32(bias)?;
+            for row in rows.iter_mut() {
+                row.iter_mut().zip(&bias).for_each(|(x, bias)| *x += f64::from(*bias));
+            }
+        }
         for (rows, norm) in [(&mut queries, q_norm), (&mut keys, k_norm)] {
-            let weight = self.norm_weight(norm)?;
+            let weight = norm.as_ref().map(|norm| self.norm_weight(norm)).transpose()?;
             for (row, of_token) in rows.iter_mut().enumerate() {
                 for head in of_token.chunks_exact_mut(dim) {
-                    normalize(head, &weight, c.norm_eps.into());
-                    rotate(head, row % self.tokens, theta, factor);
+                    if let Some(weight) = &weight {
+                        normalize(head, weight, c.norm_eps.into());
+                    }
+                    rotate(head, row % self.tokens, &frequencies, factor);
                 }
             }
         }
@@ -207,6 +225,18 @@ impl Twin<'_> {
         Ok((0..x.len()).map(|token| by_row.iter().map(|products| products[token]).collect()).collect())
     }
 
+    /// The result of a sublayer after its norm, if it has one.
+    fn post_normed(
+        &self,
+        result: Vec<Vec<f64>>,
+        norm: Option<&Tensor<'_>>,
+    ) -> Result<Vec<Vec<f64>>, CheckpointError> {
+        match norm {
+            Some(norm) => self.normed(&result, norm),
+            None => Ok(result),
+        }
+    }
+
     fn normed(&self, x: &[Vec<f64>], norm: &Tensor<'_>) -> Result<Vec<Vec<f64>>, CheckpointError> {
         let weight = self.norm_weight(norm)?;
         let mut normed = x.to_vec();
@@ -234,12 +264,11 @@ fn normalize(row: &mut [f64], weight: &[f64], eps: f64) {
     row.iter_mut().zip(weight).for_each(|(x, w)| *x *= factor * w);
 }
 
-fn rotate(head: &mut [f64], position: usize, base: f64, factor: f64) {
-    let dim = head.len();
-    let (first, second) = head.split_at_mut(dim / 2);
-    for (i, (a, b)) in first.iter_mut().zip(second).enumerate() {
-        let angle = position as f64 * base.powf(-2.0 * i as f64 / dim as f64) / factor;
-        let (sin, cos) = angle.sin_cos();
+fn rotate(head: &mut [f64], position: usize, frequencies: &[f64], factor: f64) {
+    let (first, second) = head.split_at_mut(head.len() / 2);
+    for ((a, b), frequency) in first.iter_mut().zip(second).zip(frequencies) {
+        let (sin, cos) = (position as f64 * frequency).sin_cos();
+        let (sin, cos) = (sin * factor, cos * factor);
         (*a, *b) = (*a * cos - *b * sin, *b * cos + *a * sin);
     }
 }

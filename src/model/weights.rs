@@ -2,13 +2,13 @@
 //!
 //! Names come with one of three prefixes: `model.` (text only), `language_model.model.` (the published multimodal
 //! checkpoints), `model.language_model.` (transformers 5's internal names). The tensors of the vision side are skipped
-//! by rule and counted; a saved copy of the tied head is compared and dropped. Any other tensor is refused: an unknown
-//! tensor means an unknown model.
+//! by rule and counted; saved RoPE frequencies are skipped, because the config has them; a saved copy of a tied head is
+//! compared and dropped. Any other tensor is refused: an unknown tensor means an unknown model.
 
 use std::collections::HashMap;
 
 use super::spec::ModelSpec;
-use super::tensors::{ModelTensors, TensorSpec};
+use super::tensors::{ModelTensors, Role, TensorSpec};
 use crate::checkpoint::{Checkpoint, CheckpointError, Tensor, short};
 
 /// A checkpoint's tensors do not match its config. One line: file, tensor, what was expected.
@@ -62,8 +62,13 @@ impl<'a> Weights<'a> {
         }
         found.check(checkpoint, spec)?;
         // The check found a tensor for each name.
-        let tensors = spec.tensors.as_ref().map(|spec| found.by_name[&stored_name(spec)]);
+        let tensors = spec.tensors.as_ref().map(|spec| found.by_name[&spec.stored_name()]);
         Ok(Self { tensors, skipped_vision: found.skipped_vision, skipped_bytes: found.skipped_bytes })
+    }
+
+    /// The matrix that computes the logits.
+    pub fn head(&self) -> &Tensor<'a> {
+        self.tensors.lm_head.as_ref().unwrap_or(&self.tensors.embed_tokens)
     }
 
     /// Defects of the language model by tensor: values that the checkpoint's writer lost, as far as the stored data
@@ -84,11 +89,6 @@ impl<'a> Weights<'a> {
     pub fn stored_bytes(&self) -> u64 {
         self.tensors.iter().map(|tensor| tensor.stored_bytes()).sum()
     }
-}
-
-/// The name of a tensor without the prefix of the language model.
-fn stored_name(spec: &TensorSpec) -> String {
-    format!("{}.weight", spec.name)
 }
 
 /// One line that names the first defect; `None` if there are none.
@@ -132,6 +132,10 @@ impl<'a> Found<'a> {
             self.heads.push(tensor);
             return Ok(());
         }
+        // Llama-2's checkpoints have the first, in each layer, and GGUF files of Llama 3 the second.
+        if tensor.name.ends_with(".rotary_emb.inv_freq") || tensor.name == "rope_freqs.weight" {
+            return Ok(());
+        }
         let prefixes = ["language_model.model.", "model.language_model.", "model."];
         let stripped = prefixes.iter().find_map(|p| tensor.name.strip_prefix(p).map(|name| (*p, name)));
         let Some((prefix, name)) = stripped else {
@@ -139,6 +143,10 @@ impl<'a> Found<'a> {
             return Ok(());
         };
         self.prefix.get_or_insert(prefix);
+        self.insert(name, tensor)
+    }
+
+    fn insert(&mut self, name: &str, tensor: Tensor<'a>) -> Result<(), WeightsError> {
         match self.by_name.insert(name.into(), tensor) {
             None => Ok(()),
             Some(other) => Err(WeightsError::Twice {
@@ -154,19 +162,25 @@ impl<'a> Found<'a> {
         checkpoint: &Checkpoint,
         ModelSpec { arch, tensors: specs, .. }: &ModelSpec,
     ) -> Result<(), WeightsError> {
+        if let Some(spec) = &specs.lm_head {
+            for head in std::mem::take(&mut self.heads) {
+                self.insert(&spec.stored_name(), head)?;
+            }
+        }
         let known: HashMap<String, &TensorSpec> =
-            specs.iter().map(|spec| (stored_name(spec), spec)).collect();
-        let mut missing = specs.iter().filter(|spec| !self.by_name.contains_key(&stored_name(spec)));
+            specs.iter().map(|spec| (spec.stored_name(), spec)).collect();
+        let mut missing = specs.iter().filter(|spec| !self.by_name.contains_key(&spec.stored_name()));
         if let Some(first) = missing.next() {
+            let prefix = if first.role == Role::Head { "" } else { self.prefix.unwrap_or("model.") };
             return Err(WeightsError::Missing {
                 location: checkpoint.location().into(),
-                first: format!("{}{}", self.prefix.unwrap_or("model."), stored_name(first)),
+                first: format!("{prefix}{}", first.stored_name()),
                 more: missing.count(),
                 expected: first.shape.clone(),
             });
         }
         for spec in specs.iter() {
-            let tensor = &self.by_name[&stored_name(spec)];
+            let tensor = &self.by_name[&spec.stored_name()];
             if tensor.shape != spec.shape {
                 return Err(WeightsError::Shape {
                     file: tensor.file.to_string(),

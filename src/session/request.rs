@@ -3,7 +3,7 @@
 use super::grammar::ResponseGrammar;
 use super::tools::Tools;
 use crate::model::SamplingOptions;
-use crate::text::{Message, PromptEnding};
+use crate::text::{Message, PromptEnding, TemplateKwargs};
 
 /// A conversation and how to answer it. Absent options get the model's defaults. If the prompt is not a conversation,
 /// `messages` is empty, and the prompt is passed separately.
@@ -38,6 +38,8 @@ pub struct GenerateRequest {
     pub grammar: Option<ResponseGrammar>,
     pub tools: Tools,
     pub ending: PromptEnding,
+    /// Variables of the chat template.
+    pub template_kwargs: TemplateKwargs,
 }
 
 /// How many ids of a prompt are kept: always the last ones.

@@ -10,8 +10,8 @@ use super::request::{GenerateRequest, Truncation};
 use crate::engine::{EngineHandle, Request};
 use crate::model::{SamplingOptions, SamplingParams};
 use crate::text::{
-    CallReader, ChatTemplate, Constraint, Grammars, Message, PromptEnding, StopMatcher, TextError, Tokenizer,
-    normalize,
+    CallReader, ChatTemplate, Constraint, Grammars, Message, PromptEnding, StopMatcher, TemplateKwargs,
+    TextError, Tokenizer,
 };
 
 /// The tokenizer, the template and the engine of one loaded model.
@@ -93,7 +93,8 @@ impl Service {
 
     /// The token ids of the request's conversation, with the descriptions of its tools.
     pub fn conversation(&self, request: &GenerateRequest) -> Result<Vec<u32>, SessionError> {
-        self.prompt(&request.tools.describe_in(&request.messages), request.ending, self.kept(request))
+        let messages = request.tools.describe_in(&request.messages);
+        self.prompt(&messages, request.ending, &request.template_kwargs, self.kept(request))
     }
 
     /// How many of the prompt's last ids to keep. `None` = all.
@@ -221,14 +222,15 @@ impl Service {
         &self,
         messages: &[Message],
         ending: PromptEnding,
+        kwargs: &TemplateKwargs,
         keep: Option<usize>,
     ) -> Result<Vec<u32>, SessionError> {
-        let turns = normalize(messages);
+        let turns = self.template.arrange(messages);
         if self.special_in_content {
-            let text = self.template.text(&turns, ending).map_err(|error| self.refusal(error))?;
+            let text = self.template.text(&turns, ending, kwargs).map_err(|error| self.refusal(error))?;
             return self.encode(&text, false, keep);
         }
-        let prompt = self.template.prompt(&self.tokenizer, &turns, ending);
+        let prompt = self.template.prompt(&self.tokenizer, &turns, ending, kwargs);
         let prompt = prompt.map_err(|error| self.refusal(error))?;
         self.ids(prompt.text.len(), keep, || prompt.ids(&self.tokenizer))
     }

@@ -11,7 +11,7 @@ use aho_corasick::{AhoCorasick, MatchKind};
 use tokenizers::normalizer::Range as Slice;
 use tokenizers::{AddedToken, NormalizedString, Normalizer, Split, Token};
 
-use super::family::FAMILY;
+use super::family;
 
 /// Control tokens that models of other families write in their answers. The text of an answer shows them.
 const IN_ANSWERS: [&str; 4] = ["<think>", "</think>", "<tool_call>", "</tool_call>"];
@@ -34,7 +34,7 @@ impl Kind {
             return Self::Text;
         }
         match token.content.as_str() {
-            name if token.special || FAMILY.between_turns.contains(&name) => Self::Hidden,
+            name if token.special || family::is_between_turns(name) => Self::Hidden,
             name if IN_ANSWERS.contains(&name) => Self::Shown,
             _ => Self::Text,
         }

@@ -1,4 +1,4 @@
-//! Messages as clients send them, and their conversion into the order that templates with alternating turns accept.
+//! Messages as clients send them, and their conversion into an order that a template accepts.
 //!
 //! The text of a message may contain names of control tokens (`<start_of_turn>`), because documents and tool results
 //! are not trusted. The text is passed to the template unchanged. `provenance.rs` prevents it from becoming control
@@ -25,14 +25,73 @@ impl Message {
     }
 }
 
-/// Converts any conversation into the order that the family's template accepts: at most one `system` message, which is the
-/// first message, and then `user` and `assistant` alternately. It never fails, and no text is lost.
+/// Which conversations a template accepts.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Order {
+    /// Messages of the roles system, user and assistant in any order.
+    Any,
+    /// At most one system message, which is the first message, and then users and assistants alternately.
+    Alternating,
+    /// As [`Order::Alternating`], without a system message.
+    AlternatingWithoutSystem,
+}
+
+impl Order {
+    /// The order of a template. `accepts` says whether it renders the text of all of these messages, in order.
+    pub fn find(mut accepts: impl FnMut(&[Message]) -> bool) -> Order {
+        let say = |role: &str, text: &str| Message::new(role, text);
+        let any = [
+            say("system", "first"),
+            say("user", "second"),
+            say("user", "third"),
+            say("assistant", "fourth"),
+            say("system", "fifth"),
+            say("user", "sixth"),
+        ];
+        let alternating =
+            [say("system", "first"), say("user", "second"), say("assistant", "third"), say("user", "last")];
+        // A template that accepts none of these gets what most templates accept, and says itself what it expects.
+        match (accepts(&any), accepts(&alternating), accepts(&alternating[1..])) {
+            (true, ..) => Order::Any,
+            (_, false, true) => Order::AlternatingWithoutSystem,
+            _ => Order::Alternating,
+        }
+    }
+
+    /// The conversation in this order. It never fails, and no text is lost. `developer` becomes `system`, `model` becomes
+    /// `assistant`, and every other role (`tool`, `function`) becomes `user`.
+    pub fn arrange(self, messages: &[Message]) -> Vec<Message> {
+        match self {
+            Order::Any => {
+                messages.iter().map(|message| Message::new(role(&message.role), &message.content)).collect()
+            }
+            Order::Alternating => normalize(messages),
+            Order::AlternatingWithoutSystem => {
+                let mut turns = normalize(messages);
+                if turns.len() > 1 && turns[0].role == "system" {
+                    let system = turns.remove(0);
+                    turns[0].content = join_paragraphs(system.content, &turns[0].content);
+                }
+                turns
+            }
+        }
+    }
+}
+
+fn role(role: &str) -> &'static str {
+    match role {
+        "system" | "developer" => "system",
+        "assistant" | "model" => "assistant",
+        _ => "user",
+    }
+}
+
+/// Converts any conversation into the order that templates with alternating turns accept: at most one `system` message,
+/// which is the first message, and then `user` and `assistant` alternately.
 ///
-/// If the template accepts the original conversation, both render to the same bytes. There is one exception, which is a
-/// quirk of the template: it drops a system message without a user message after it.
+/// If the template accepts the original conversation, both render to the same bytes. There is one exception, a quirk of
+/// some templates: they drop a system message without a user message after it.
 ///
-/// - `developer` becomes `system`, `model` becomes `assistant`, and every other role (`tool`, `function`) becomes
-///   `user`.
 /// - System messages at the start become one, joined by an empty line. The template adds it to the first user turn. If
 ///   no user turn follows, the system text becomes a user turn.
 /// - A later system message becomes user text at the same position, because the model has no system turn. The turns
@@ -40,16 +99,16 @@ impl Message {
 /// - Consecutive turns of one role become one, joined by an empty line.
 /// - A conversation that begins with the assistant (a greeting) gets an empty user turn before it. The model was
 ///   trained only on conversations that begin with the user, and dropping the greeting would lose text of the conversation.
-pub fn normalize(messages: &[Message]) -> Vec<Message> {
+fn normalize(messages: &[Message]) -> Vec<Message> {
     let mut system: Option<String> = None;
     let mut turns: Vec<(&str, String)> = Vec::new();
     for message in messages {
-        match message.role.as_str() {
-            "system" | "developer" if turns.is_empty() => {
+        match role(&message.role) {
+            "system" if turns.is_empty() => {
                 let before = system.unwrap_or_default();
                 system = Some(join_paragraphs(before, &message.content));
             }
-            "assistant" | "model" => push_turn(&mut turns, "assistant", python_trim(&message.content)),
+            "assistant" => push_turn(&mut turns, "assistant", python_trim(&message.content)),
             _ => push_turn(&mut turns, "user", python_trim(&message.content)),
         }
     }

@@ -51,17 +51,17 @@ impl Detokenizer {
     /// ends a character.
     pub fn push(&mut self, id: u32) -> &str {
         self.out.clear();
-        match self.tokenizer.piece(id) {
+        // A clone shares the table. `self` can change while the piece is in use.
+        let tokenizer = self.tokenizer.clone();
+        match tokenizer.piece(id) {
             // A token without text does not end a character either.
             None | Some(Piece::Text("")) => {}
             Some(_) if self.skip_special && self.tokenizer.is_special(id) => {}
             Some(Piece::Byte(byte)) => self.take_byte(byte),
-            Some(Piece::Text(_)) => {
+            Some(Piece::Bytes(bytes)) => bytes.iter().for_each(|byte| self.take_byte(*byte)),
+            Some(Piece::Text(text)) => {
                 self.end_character();
-                // A second lookup, because `end_character` borrows all of `self`.
-                if let Some(Piece::Text(text)) = self.tokenizer.piece(id) {
-                    self.out.push_str(text);
-                }
+                self.out.push_str(text);
             }
         }
         &self.out

@@ -58,6 +58,13 @@ pub enum TextError {
     )]
     ControlToken { file: String, token: String },
 
+    /// The checkpoint has no chat template.
+    #[error(
+        "this model has no chat template, so it cannot answer conversations: give one with --chat-template FILE \
+         (model.chat_template), or use /v1/completions, which needs none"
+    )]
+    NoTemplate,
+
     /// The conversation has no message.
     #[error("messages is empty: a conversation needs at least one message")]
     NoMessages,

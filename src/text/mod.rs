@@ -3,7 +3,7 @@
 //!
 //! | from | to | by |
 //! |---|---|---|
-//! | messages | messages that templates with alternating turns accept | [`normalize`] |
+//! | messages | messages that the template accepts | [`ChatTemplate::arrange`] |
 //! | messages | one prompt text, which includes `<bos>` | [`ChatTemplate::prompt`] |
 //! | that prompt | token ids; only control tokens that the template wrote are control tokens | [`Prompt::ids`] |
 //! | text | token ids | [`Tokenizer::encode`], [`Tokenizer::encode_text`] |
@@ -24,6 +24,7 @@ mod family;
 mod gbnf;
 mod grammar;
 mod jinja;
+mod kwargs;
 mod panics;
 mod provenance;
 mod refusal;
@@ -35,11 +36,11 @@ mod tokenizer;
 mod visible;
 
 pub use calls::{AnswerPiece, CallPiece, CallReader, whole_parameters};
-pub use chat::{Message, normalize};
+pub use chat::Message;
 pub use detokenizer::Detokenizer;
 pub use error::{MAX_TEXT_BYTES, TextError};
-pub use family::{FAMILY, Family};
 pub use grammar::{Constraint, Grammar, GrammarSource, Grammars, MAX_CHOICES, MAX_GRAMMAR_BYTES, mask_of};
+pub use kwargs::TemplateKwargs;
 pub use panics::panic_message;
 pub use provenance::Prompt;
 pub use schema::SchemaPart;

@@ -15,6 +15,7 @@ use jiff::Timestamp;
 use super::added::{Kind, Placed};
 use super::chat::{Message, is_python_space};
 use super::error::{MAX_TEXT_BYTES, TextError};
+use super::kwargs::TemplateKwargs;
 use super::template::{ChatTemplate, PromptEnding};
 use super::tokenizer::Tokenizer;
 
@@ -44,17 +45,18 @@ enum Marks {
 }
 
 impl ChatTemplate {
-    /// The prompt of a conversation. The text of a message never becomes a control token, with one exception: tokens
-    /// that the text of an answer can show (`<think>`) are kept in the assistant's messages.
+    /// The prompt of a conversation. The text of a message or of a variable never becomes a control token, with one
+    /// exception: tokens that the text of an answer can show (`<think>`) are kept in the assistant's messages.
     pub fn prompt(
         &self,
         tokenizer: &Tokenizer,
         messages: &[Message],
         ending: PromptEnding,
+        kwargs: &TemplateKwargs,
     ) -> Result<Prompt, TextError> {
         // A template may write the time, which must be the same in all renderings.
         let now = Timestamp::now();
-        let text = self.write(messages, ending, now, MAX_TEXT_BYTES)?;
+        let text = self.write(messages, ending, kwargs, now, MAX_TEXT_BYTES)?;
         let unclear = || TextError::Unclear { origin: self.origin().to_owned() };
         let mark = unused_character(&text).ok_or_else(unclear)?;
         let mut own: Option<Vec<u32>> = None;
@@ -64,7 +66,9 @@ impl ChatTemplate {
                 Message::new(&message.role, &marked(&message.content, tokenizer, keep_shown, marks, mark))
             };
             let messages: Vec<Message> = messages.iter().map(with_marks).collect();
-            let marked = self.write(&messages, ending, now, MAX_MARKED_BYTES).map_err(|_| unclear())?;
+            let kwargs = kwargs.with_texts(&|text| marked(text, tokenizer, false, marks, mark));
+            let marked =
+                self.write(&messages, ending, &kwargs, now, MAX_MARKED_BYTES).map_err(|_| unclear())?;
             let found = tokenizer.control_tokens(&marked);
             let ids: Vec<u32> = found.iter().map(|token| token.id).collect();
             if *own.get_or_insert_with(|| ids.clone()) == ids

@@ -21,7 +21,7 @@ const MAX_ADDED_IDS: usize = 64;
 /// JSON in which no object has a duplicate field. Parsers differ in which of two equal fields they use, so this module
 /// and the tokenizers crate might read different values.
 #[derive(Default)]
-pub(super) struct Step(Value);
+pub(super) struct Step(pub Value);
 
 impl<'de> Deserialize<'de> for Step {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
@@ -233,11 +233,23 @@ fn check_template(step: &Value) -> Result<(), String> {
     Ok(())
 }
 
-/// The `Replace` steps of a decoder of the form `[Replace..., ByteFallback, Fuse]`, as (pattern, content). Steps that
-/// together make a token more than [`MAX_GROWTH`] times as long are refused.
-pub(super) fn decoder_replacements(decoder: &Step) -> Result<Vec<(String, String)>, String> {
-    const EXPECTED: &str = "expected a Sequence of Replace (with a String pattern), ByteFallback, Fuse";
+/// How a token becomes text.
+pub(super) enum Decoder {
+    /// Each of these (pattern, content) is replaced in order. A token `<0xNN>` is a byte.
+    Replacing(Vec<(String, String)>),
+    /// Each character stands for a byte, as in GPT-2.
+    ByteLevel,
+}
+
+/// The decoder, of the form `[Replace..., ByteFallback, Fuse]`, or `ByteLevel`. Steps that together make a token more than
+/// [`MAX_GROWTH`] times as long are refused.
+pub(super) fn decoder(decoder: &Step) -> Result<Decoder, String> {
+    const EXPECTED: &str =
+        "expected ByteLevel, or a Sequence of Replace (with a String pattern), ByteFallback, Fuse";
     let Step(decoder) = decoder;
+    if decoder["type"] == "ByteLevel" {
+        return Ok(Decoder::ByteLevel);
+    }
     let steps = match (decoder["type"].as_str(), decoder["decoders"].as_array()) {
         (Some("Sequence"), Some(steps)) => steps,
         (Some(kind), _) => return Err(format!("decoder is a {kind}; {EXPECTED}")),
@@ -267,7 +279,7 @@ pub(super) fn decoder_replacements(decoder: &Step) -> Result<Vec<(String, String
             }
         }
     }
-    Ok(replacements)
+    Ok(Decoder::Replacing(replacements))
 }
 
 /// Length in bytes of the shortest text that a step's pattern matches, at least 1. If a pattern matches the empty text,
@@ -278,11 +290,18 @@ fn shortest_match(at: &str, step: &Value) -> Result<usize, String> {
         (Some(text), None) => text.len(),
         (None, Some(regex)) => {
             let problem = |problem: &str| Err(format!("{at}.pattern.Regex {problem}"));
-            // The crate's regex engine reads `a++` as a possessive repetition, and backtracks.
-            if ["++", "*+", "?+", "}+"].iter().any(|possessive| regex.contains(possessive)) {
+            // The crate's regex engine reads `a++` as a possessive repetition, and backtracks. The brace of a class of
+            // characters, as in `\p{L}+`, ends no repetition.
+            let classes = ["L", "N"].map(|class| format!(r"\p{{{class}}}"));
+            let plain =
+                classes.iter().fold(regex.to_owned(), |regex, class| regex.replace(class.as_str(), "c"));
+            if ["++", "*+", "?+", "}+"].iter().any(|possessive| plain.contains(possessive)) {
                 return problem("has a possessive repetition, which is not supported");
             }
-            match regex_syntax::parse(regex) {
+            // The published splitters of byte-level vocabularies end with this look-ahead, which the engine decides by one
+            // character. It has no effect on the shortest match.
+            let regex = regex.replace(r"|\s+(?!\S)|", "|");
+            match regex_syntax::parse(&regex) {
                 Ok(parsed) => parsed.properties().minimum_len().unwrap_or(0),
                 Err(_) => {
                     return problem("is not a regular expression without look-around and backreferences");

@@ -1,4 +1,4 @@
-//! Chat templates: a checkpoint's own Jinja, or the built-in one of the family.
+//! Chat templates: a checkpoint's own Jinja, or the built-in one of its family, if there is one.
 //!
 //! Templates run in the same environment as in transformers: `trim_blocks` and `lstrip_blocks`, Python's string
 //! methods, `raise_exception`, `strftime_now` (in UTC), `break` and `continue`, the special tokens as variables, and `tools` and
@@ -11,18 +11,20 @@
 use std::any::Any;
 use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::LazyLock;
+use std::sync::{LazyLock, OnceLock};
 
 use jiff::Timestamp;
 use minijinja::value::Value;
 use minijinja::{Environment, Error, ErrorKind, State};
 use serde::Deserialize;
 
-use super::chat::{Message, python_trim};
+use super::chat::{Message, Order, python_trim};
 use super::error::{MAX_TEXT_BYTES, TextError};
-use super::family::FAMILY;
+use super::family::Family;
 use super::jinja::{self, Exceeded, FUEL, Program};
+use super::kwargs::TemplateKwargs;
 use super::panics::panic_text;
+use super::tokenizer::Tokenizer;
 
 /// Longest template source, in bytes. The longest templates in use have about 20 KiB.
 const MAX_TEMPLATE_BYTES: usize = 256 << 10;
@@ -59,12 +61,14 @@ pub enum PromptEnding {
     Closed,
 }
 
-/// A compiled chat template.
+/// A compiled chat template, or none: such a model completes texts only.
 #[derive(Debug)]
 pub struct ChatTemplate {
-    program: Program,
+    program: Option<Program>,
     origin: String,
     special_tokens: SpecialTokens,
+    /// Which conversations it accepts, found when the first one is arranged.
+    order: OnceLock<Order>,
 }
 
 #[derive(Debug, Clone)]
@@ -74,19 +78,21 @@ struct SpecialTokens {
 }
 
 impl ChatTemplate {
-    /// The checkpoint's template, or the built-in one if the checkpoint has none. A template that does not compile is
-    /// an error, because the model was not trained on the prompts of another template.
+    /// The checkpoint's template, or the built-in one of the tokenizer's family if the checkpoint has none. A template
+    /// that does not compile is an error, because the model was not trained on the prompts of another template. Without
+    /// any template, conversations are refused.
     ///
     /// If `tokenizer_config.json` has no `bos_token` or no `eos_token`, the family's value is used.
-    pub fn from_checkpoint(files: ChatFiles<'_>) -> Result<Self, TextError> {
+    pub fn from_checkpoint(files: ChatFiles<'_>, tokenizer: &Tokenizer) -> Result<Self, TextError> {
         const CONFIG: &str = "tokenizer_config.json";
         let config = match files.tokenizer_config {
             Some(bytes) => serde_json::from_slice(bytes).map_err(|e| template_error(CONFIG, e))?,
             None => TokenizerConfig::default(),
         };
+        let family: Option<&Family> = tokenizer.family();
         let special_tokens = SpecialTokens {
-            bos: special_token(&config.bos_token, "bos_token", FAMILY.bos)?,
-            eos: special_token(&config.eos_token, "eos_token", FAMILY.end_of_turn)?,
+            bos: special_token(&config.bos_token, "bos_token", family.and_then(|family| family.bos))?,
+            eos: special_token(&config.eos_token, "eos_token", family.map(|family| family.end_of_turn))?,
         };
         if let Some(bytes) = files.chat_template_jinja {
             let origin = "chat_template.jinja";
@@ -95,7 +101,15 @@ impl ChatTemplate {
             return Self::compile(source, origin, special_tokens);
         }
         match &config.chat_template {
-            None => Self::compile(FAMILY.template, FAMILY.template_origin, special_tokens),
+            None => match family.and_then(|family| family.template) {
+                Some(built_in) => Self::compile(built_in.source, built_in.origin, special_tokens),
+                None => Ok(Self {
+                    program: None,
+                    origin: "none: conversations are refused".to_owned(),
+                    special_tokens,
+                    order: OnceLock::new(),
+                }),
+            },
             Some(named) => {
                 let source = default_template(named).map_err(|problem| template_error(CONFIG, problem))?;
                 Self::compile(source, "tokenizer_config.json: chat_template", special_tokens)
@@ -110,16 +124,37 @@ impl ChatTemplate {
 
     /// The text of a conversation. It already includes `<bos>`, so encode it without adding special tokens.
     ///
-    /// Messages are passed to the template unchanged. Call [`super::normalize`] first: the family's template refuses a
-    /// conversation whose roles do not alternate. `add_generation_prompt` begins a turn of the model at the end.
+    /// Messages are passed to the template unchanged. Call [`Self::arrange`] first: some templates refuse a conversation
+    /// whose roles do not alternate. `add_generation_prompt` begins a turn of the model at the end.
     pub fn render(&self, messages: &[Message], add_generation_prompt: bool) -> Result<String, TextError> {
         let ending = if add_generation_prompt { PromptEnding::Answer } else { PromptEnding::Closed };
-        self.text(messages, ending)
+        self.text(messages, ending, &TemplateKwargs::default())
     }
 
     /// The text of a conversation that ends as `ending` says.
-    pub fn text(&self, messages: &[Message], ending: PromptEnding) -> Result<String, TextError> {
-        self.write(messages, ending, Timestamp::now(), MAX_TEXT_BYTES)
+    pub fn text(
+        &self,
+        messages: &[Message],
+        ending: PromptEnding,
+        kwargs: &TemplateKwargs,
+    ) -> Result<String, TextError> {
+        self.write(messages, ending, kwargs, Timestamp::now(), MAX_TEXT_BYTES)
+    }
+
+    /// A conversation in an order that the template accepts, with all of its text.
+    pub fn arrange(&self, messages: &[Message]) -> Vec<Message> {
+        let accepts = |messages: &[Message]| {
+            let text = self.render(messages, true).unwrap_or_default();
+            let mut rest = text.as_str();
+            messages.iter().all(|message| match rest.find(&message.content) {
+                Some(at) => {
+                    rest = &rest[at + message.content.len()..];
+                    true
+                }
+                None => false,
+            })
+        };
+        self.order.get_or_init(|| Order::find(accepts)).arrange(messages)
     }
 
     /// The text of a conversation at the time `now`, of at most `limit` bytes.
@@ -127,13 +162,14 @@ impl ChatTemplate {
         &self,
         messages: &[Message],
         ending: PromptEnding,
+        kwargs: &TemplateKwargs,
         now: Timestamp,
         limit: usize,
     ) -> Result<String, TextError> {
         match ending {
-            PromptEnding::Answer => self.run(messages, true, now, limit),
-            PromptEnding::Closed => self.run(messages, false, now, limit),
-            PromptEnding::Continued => self.continued(messages, now, limit),
+            PromptEnding::Answer => self.run(messages, true, kwargs, now, limit),
+            PromptEnding::Closed => self.run(messages, false, kwargs, now, limit),
+            PromptEnding::Continued => self.continued(messages, kwargs, now, limit),
         }
     }
 
@@ -141,9 +177,11 @@ impl ChatTemplate {
         &self,
         messages: &[Message],
         add_generation_prompt: bool,
+        kwargs: &TemplateKwargs,
         now: Timestamp,
         limit: usize,
     ) -> Result<String, TextError> {
+        let program = self.program.as_ref().ok_or(TextError::NoTemplate)?;
         if messages.is_empty() {
             return Err(TextError::NoMessages);
         }
@@ -159,10 +197,11 @@ impl ChatTemplate {
             eos_token => special(&self.special_tokens.eos),
             ..context
         };
-        let conversation_bytes = messages.iter().map(Message::bytes).sum();
+        let context = minijinja::context! { ..context, ..kwargs.value() };
+        let conversation_bytes = messages.iter().map(Message::bytes).sum::<usize>() + kwargs.bytes();
         let mut out = BoundedText { text: Vec::new(), overflow: 0, limit };
         // minijinja may panic: `loop.cycle()` divides by the number of its arguments.
-        let render = || self.program.render(&ENVIRONMENT, context, conversation_bytes, now, &mut out);
+        let render = || program.render(&ENVIRONMENT, context, conversation_bytes, now, &mut out);
         let rendered = catch_unwind(AssertUnwindSafe(render))
             .map_err(|panic| template_error(&self.origin, describe_panic(&*panic)))?;
         match rendered {
@@ -174,12 +213,18 @@ impl ChatTemplate {
     }
 
     /// The text of a conversation whose last turn the model continues. It ends with the text of that turn.
-    fn continued(&self, messages: &[Message], now: Timestamp, limit: usize) -> Result<String, TextError> {
+    fn continued(
+        &self,
+        messages: &[Message],
+        kwargs: &TemplateKwargs,
+        now: Timestamp,
+        limit: usize,
+    ) -> Result<String, TextError> {
         // The template renders this mark instead of the last turn's text, because it may change or repeat that text.
         const MARK: &str = "\u{2}the text to continue\u{3}";
         let Some((last, before)) = messages.split_last() else { return Err(TextError::NoMessages) };
         let marked = [before, &[Message::new(&last.role, MARK)]].concat();
-        let mut rendered = self.run(&marked, false, now, limit)?;
+        let mut rendered = self.run(&marked, false, kwargs, now, limit)?;
         let Some(at) = rendered.rfind(MARK) else {
             let problem = "changes the text of the last turn, so the model cannot continue that turn";
             return Err(template_error(&self.origin, problem));
@@ -203,7 +248,8 @@ impl ChatTemplate {
         };
         let program = Program::compile(source).map_err(no_thread)?;
         let program = program.map_err(|e| template_error(origin, describe(&e)))?;
-        Ok(Self { program, origin: origin.to_owned(), special_tokens })
+        let order = OnceLock::new();
+        Ok(Self { program: Some(program), origin: origin.to_owned(), special_tokens, order })
     }
 }
 
@@ -227,11 +273,11 @@ fn present<'de, D: serde::Deserializer<'de>>(deserializer: D) -> Result<Option<s
 fn special_token(
     field: &Option<serde_json::Value>,
     name: &str,
-    absent: &str,
+    absent: Option<&str>,
 ) -> Result<Option<String>, TextError> {
     use serde_json::Value as Json;
     match field {
-        None => Ok(Some(absent.to_owned())),
+        None => Ok(absent.map(str::to_owned)),
         Some(Json::Null) => Ok(None),
         Some(Json::String(token)) => Ok(Some(token.clone())),
         Some(Json::Object(token)) if token.get("content").is_some_and(Json::is_string) => {

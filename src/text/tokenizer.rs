@@ -1,8 +1,8 @@
 //! A checkpoint's tokenizer.json: text to ids and back.
 //!
 //! The `tokenizers` crate encodes. Decoding uses a table with the text of each id, so that ids can be decoded one at a
-//! time. This is exact only for this pipeline: BPE, and a decoder of `Replace`, `ByteFallback` and
-//! `Fuse`. Other pipelines are refused at load.
+//! time. This is exact only for these pipelines: BPE, and a decoder of `Replace`, `ByteFallback` and `Fuse`, or
+//! `ByteLevel`. Other pipelines are refused at load.
 //!
 //! A file's `truncation` and `padding` are ignored, as in transformers, so a prompt is never truncated silently. These
 //! are refused: settings that lose characters or use random numbers, and steps that can make a text many times longer
@@ -17,8 +17,9 @@ use tokenizers::{Encoding, Model, Normalizer, OffsetType, PreTokenizedString, Pr
 
 use super::added::{AddedTokens, Placed};
 use super::error::{MAX_TEXT_BYTES, TextError};
+use super::family::{self, Family};
 use super::panics::panic_message;
-use super::steps::{Step, check_post_processor, decoder_replacements, growth};
+use super::steps::{Decoder, Step, check_post_processor, decoder, growth};
 
 /// Largest vocabulary accepted, which bounds the decoding table. The largest in use is a quarter of it.
 const MAX_VOCAB: usize = 1 << 20;
@@ -46,12 +47,12 @@ struct Inner {
     unknown: Option<u32>,
     /// Indexed by id. An id without a token is `Absent`.
     entries: Vec<Entry>,
-    /// The decoded texts of all tokens. `Entry::Text` is a range of it.
-    text: String,
+    /// The decoded bytes of all tokens. `Decoded::Text` and `Decoded::Bytes` are ranges of it.
+    text: Vec<u8>,
     /// Largest id that is not a special added token.
     largest_regular: u32,
-    /// Number of ids that the post-processor adds before the ids of a text.
-    ids_in_front: usize,
+    /// The ids that the post-processor adds before the ids of a text.
+    in_front: Vec<u32>,
     /// Longest text that can be encoded.
     max_text_bytes: usize,
 }
@@ -64,7 +65,9 @@ struct Entry {
 enum Decoded {
     Absent,
     Byte(u8),
+    /// UTF-8.
     Text(Range<u32>),
+    Bytes(Range<u32>),
 }
 
 /// The decoded form of one token.
@@ -73,6 +76,8 @@ pub(super) enum Piece<'a> {
     /// One byte of a character that is not in the vocabulary.
     Byte(u8),
     Text(&'a str),
+    /// Bytes that are not whole characters.
+    Bytes(&'a [u8]),
 }
 
 impl Tokenizer {
@@ -86,7 +91,7 @@ impl Tokenizer {
         let header: Header = serde_json::from_slice(tokenizer_json)
             .map_err(|e| fail(format!("not a tokenizer.json of the tokenizers library: {e}")))?;
         header.model.check().map_err(&fail)?;
-        let replacements = decoder_replacements(&header.decoder).map_err(&fail)?;
+        let decoder = decoder(&header.decoder).map_err(&fail)?;
         let growth = growth(&header.normalizer, &header.pre_tokenizer).map_err(&fail)?;
         check_post_processor(&header.post_processor).map_err(&fail)?;
 
@@ -94,9 +99,9 @@ impl Tokenizer {
         let mut encoder = without_panics(read).map_err(|problem| fail(parse_problem(problem)))?;
         encoder.with_truncation(None).map_err(|e| fail(e.to_string()))?;
         encoder.with_padding(None);
-        header.check_against(&encoder).map_err(&fail)?;
+        header.check_against(&encoder, &decoder).map_err(&fail)?;
 
-        let (entries, text) = decoding_table(&encoder, &replacements).map_err(&fail)?;
+        let (entries, text) = decoding_table(&encoder, &decoder).map_err(&fail)?;
         let regular = |entry: &Entry| !entry.special && !matches!(entry.decoded, Decoded::Absent);
         let largest_regular = entries
             .iter()
@@ -112,13 +117,13 @@ impl Tokenizer {
             entries,
             text,
             largest_regular,
-            ids_in_front: 0,
+            in_front: Vec::new(),
             max_text_bytes: MAX_TEXT_BYTES.min((MAX_NORMALIZED_BYTES as f64 / growth) as usize),
         };
         let probe = |special: bool| inner.encode("a", special);
         let (own, all) = (probe(false)?, probe(true)?);
-        let ids_in_front = (0..all.len()).find(|at| all[*at..].starts_with(&own)).unwrap_or(0);
-        Ok(Self { inner: Arc::new(Inner { ids_in_front, ..inner }) })
+        let count = (0..all.len()).find(|at| all[*at..].starts_with(&own)).unwrap_or(0);
+        Ok(Self { inner: Arc::new(Inner { in_front: all[..count].to_vec(), ..inner }) })
     }
 
     /// The ids of a raw prompt. Control tokens in the text (`<start_of_turn>`) become their own ids.
@@ -182,7 +187,13 @@ impl Tokenizer {
 
     /// Number of ids that [`Self::encode`] with `add_special_tokens` adds before the ids of the text.
     pub fn ids_in_front(&self) -> usize {
-        self.inner.ids_in_front
+        self.inner.in_front.len()
+    }
+
+    /// The first id of every text that [`Self::encode`] encodes with `add_special_tokens`, such as `<bos>`. `None` if
+    /// texts begin with their own first token.
+    pub fn bos(&self) -> Option<u32> {
+        self.inner.in_front.first().copied()
     }
 
     /// Largest id + 1. Some smaller ids may have no token ([`Self::contains`]).
@@ -200,6 +211,16 @@ impl Tokenizer {
         self.inner.encoder.token_to_id(token)
     }
 
+    /// The family of conversations that the vocabulary was made for, if it is known.
+    pub(super) fn family(&self) -> Option<&'static Family> {
+        family::of(|token| self.token_id(token).is_some())
+    }
+
+    /// The id with which a model of the vocabulary's family ends its turns.
+    pub fn end_of_turn(&self) -> Option<u32> {
+        self.family().and_then(|family| self.token_id(family.end_of_turn))
+    }
+
     /// The token's text as written in the file.
     pub fn token(&self, id: u32) -> Option<String> {
         self.inner.encoder.id_to_token(id)
@@ -210,6 +231,7 @@ impl Tokenizer {
         self.piece(id).map(|piece| match piece {
             Piece::Byte(byte) => vec![byte],
             Piece::Text(text) => text.as_bytes().to_vec(),
+            Piece::Bytes(bytes) => bytes.to_vec(),
         })
     }
 
@@ -249,12 +271,14 @@ impl Tokenizer {
     }
 
     pub(super) fn piece(&self, id: u32) -> Option<Piece<'_>> {
+        let bytes = |range: &Range<u32>| &self.inner.text[range.start as usize..range.end as usize];
         match &self.inner.entries.get(id as usize)?.decoded {
             Decoded::Absent => None,
             Decoded::Byte(byte) => Some(Piece::Byte(*byte)),
             Decoded::Text(range) => {
-                Some(Piece::Text(&self.inner.text[range.start as usize..range.end as usize]))
+                Some(Piece::Text(std::str::from_utf8(bytes(range)).expect("checked when the table was made")))
             }
+            Decoded::Bytes(range) => Some(Piece::Bytes(bytes(range))),
         }
     }
 }
@@ -358,7 +382,7 @@ impl ModelHeader {
 }
 
 impl Header {
-    fn check_against(&self, encoder: &tokenizers::Tokenizer) -> Result<(), String> {
+    fn check_against(&self, encoder: &tokenizers::Tokenizer, decoder: &Decoder) -> Result<(), String> {
         // The crate numbers added tokens by their position in the list and ignores the ids in the file.
         for AddedToken { id, content } in &self.added_tokens {
             match encoder.token_to_id(content) {
@@ -377,6 +401,13 @@ impl Header {
         {
             return Err(format!("model.unk_token is {token:?}, which is not in the vocabulary"));
         }
+        // A vocabulary of bytes has every character, except those with a byte that it lacks. The crate drops these bytes.
+        if let Decoder::ByteLevel = decoder {
+            return match writes_bytes(&self.normalizer.0) || writes_bytes(&self.pre_tokenizer.0) {
+                true => Ok(()),
+                false => Err("decoder is ByteLevel, but no normalizer or pre_tokenizer is".to_owned()),
+            };
+        }
         // Without `unk_token` and `byte_fallback`, the crate drops characters that are not in the vocabulary.
         let byte_fallback = self.model.byte_fallback == Some(true);
         let missing = (0..=255u8).find(|byte| !in_model(encoder, &format!("<{byte:#04X}>")));
@@ -394,6 +425,22 @@ impl Header {
     }
 }
 
+/// Whether a step, or a step of its sequence, writes a character for each byte.
+fn writes_bytes(step: &serde_json::Value) -> bool {
+    let steps = ["normalizers", "pretokenizers"].into_iter().find_map(|name| step[name].as_array());
+    step["type"] == "ByteLevel" || steps.is_some_and(|steps| steps.iter().any(writes_bytes))
+}
+
+/// The byte that a character stands for in a byte-level vocabulary: printable characters of Latin-1 stand for themselves,
+/// and the other bytes, in order, are the characters from U+0100 on.
+fn byte_of(c: char) -> Option<u8> {
+    let is_own = |byte: u8| matches!(byte, b'!'..=b'~' | 0xa1..=0xac | 0xae..=0xff);
+    match u32::from(c) {
+        code @ 0..=0xff => Some(code as u8).filter(|byte| is_own(*byte)),
+        code => (0..=255u8).filter(|byte| !is_own(*byte)).nth(code as usize - 0x100),
+    }
+}
+
 /// Whether `token` is in the vocabulary of the model, without the added tokens.
 fn in_model(encoder: &tokenizers::Tokenizer, token: &str) -> bool {
     tokenizers::Model::token_to_id(encoder.get_model(), token).is_some()
@@ -402,37 +449,54 @@ fn in_model(encoder: &tokenizers::Tokenizer, token: &str) -> bool {
 /// The decoding table: for each id, the result of the crate's decoder steps on that token alone.
 fn decoding_table(
     encoder: &tokenizers::Tokenizer,
-    replacements: &[(String, String)],
-) -> Result<(Vec<Entry>, String), String> {
+    decoder: &Decoder,
+) -> Result<(Vec<Entry>, Vec<u8>), String> {
     let largest = encoder.get_vocab(true).into_values().max().ok_or("the vocabulary is empty")? as usize;
     if largest >= MAX_VOCAB {
         return Err(format!("a token has id {largest}; expected ids below {MAX_VOCAB}"));
     }
     let expected = format!("expected at most {MAX_TOKEN_BYTES} in a token");
     let mut entries = Vec::with_capacity(largest + 1);
-    let mut text = String::new();
+    let mut text = Vec::new();
+    let mut push = |bytes: &[u8]| -> Result<Range<u32>, String> {
+        let start = text.len();
+        text.extend_from_slice(bytes);
+        let end = u32::try_from(text.len()).map_err(|_| "the vocabulary's text exceeds 4 GiB")?;
+        Ok(start as u32..end)
+    };
     for id in 0..=largest as u32 {
         let Some(token) = encoder.id_to_token(id) else {
             entries.push(Entry { decoded: Decoded::Absent, special: false });
             continue;
         };
-        if token.len() > MAX_TOKEN_BYTES {
+        // A character that stands for a byte has up to two bytes.
+        let written_bytes = if matches!(decoder, Decoder::ByteLevel) { token.len() / 2 } else { token.len() };
+        if written_bytes > MAX_TOKEN_BYTES {
             return Err(format!("token {id} has {} bytes; {expected}", token.len()));
         }
         let special = encoder.get_added_vocabulary().is_special_token(&token);
-        let replaced = replacements
-            .iter()
-            .fold(token, |token, (pattern, content)| token.replace(pattern.as_str(), content));
-        if replaced.len() > MAX_TOKEN_BYTES {
-            return Err(format!("token {id} has {} bytes after decoding; {expected}", replaced.len()));
-        }
-        let decoded = match byte_token(&replaced) {
-            Some(byte) => Decoded::Byte(byte),
-            None => {
-                let start = text.len();
-                text.push_str(&replaced);
-                let end = u32::try_from(text.len()).map_err(|_| "the vocabulary's text exceeds 4 GiB")?;
-                Decoded::Text(start as u32..end)
+        let decoded = match decoder {
+            Decoder::ByteLevel => {
+                // The crate leaves a token as it is if one of its characters stands for no byte.
+                let bytes = token.chars().map(byte_of).collect::<Option<Vec<u8>>>();
+                let bytes = bytes.unwrap_or_else(|| token.into_bytes());
+                let range = push(&bytes)?;
+                if std::str::from_utf8(&bytes).is_ok() { Decoded::Text(range) } else { Decoded::Bytes(range) }
+            }
+            Decoder::Replacing(replacements) => {
+                let replaced = replacements
+                    .iter()
+                    .fold(token, |token, (pattern, content)| token.replace(pattern.as_str(), content));
+                if replaced.len() > MAX_TOKEN_BYTES {
+                    return Err(format!(
+                        "token {id} has {} bytes after decoding; {expected}",
+                        replaced.len()
+                    ));
+                }
+                match byte_token(&replaced) {
+                    Some(byte) => Decoded::Byte(byte),
+                    None => Decoded::Text(push(replaced.as_bytes())?),
+                }
             }
         };
         entries.push(Entry { decoded, special });

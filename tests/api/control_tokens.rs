@@ -13,7 +13,7 @@ use serde_json::{Value, json};
 use unicorn::api::{self, AccessPolicy, Server};
 use unicorn::engine::{Engine, EngineConfig};
 use unicorn::session::Service;
-use unicorn::text::{ChatFiles, ChatTemplate, Message, PromptEnding, TextError, Tokenizer, normalize};
+use unicorn::text::{ChatFiles, ChatTemplate, Message, PromptEnding, TemplateKwargs, TextError, Tokenizer};
 
 use crate::support::app::{
     DEFAULTS, END_OF_TURN, MODEL, OPTIONS, app_that_shows_its_prompt, limits, shows_its_prompt,
@@ -216,7 +216,7 @@ fn add_token(json: &mut Value, content: &str, special: bool) {
 
 fn template(source: &str) -> ChatTemplate {
     let files = ChatFiles { chat_template_jinja: Some(source.as_bytes()), ..ChatFiles::default() };
-    ChatTemplate::from_checkpoint(files).expect("compiles")
+    ChatTemplate::from_checkpoint(files, &tokenizer()).expect("compiles")
 }
 
 /// A random text of parts of control tokens and of other pieces.
@@ -305,16 +305,16 @@ fn random_texts_never_add_a_control_token() {
             let texts: Vec<String> = (0..count).map(|_| pieces(&mut rng)).collect();
             let conversation = |text: &dyn Fn(usize) -> String| {
                 let messages: Vec<Message> = (0..count).map(|i| Message::new(roles[i], &text(i))).collect();
-                normalize(&messages)
+                gemma_template().arrange(&messages)
             };
             let messages = conversation(&|i| texts[i].clone());
             for template in [&gemma_template(), &joined] {
-                let what = format!("round {round}: {messages:?}");
+                let (what, none) = (format!("round {round}: {messages:?}"), TemplateKwargs::default());
                 let ending = [PromptEnding::Answer, PromptEnding::Closed][round % 2];
-                let prompt = template.prompt(&tokenizer, &messages, ending).expect(&what);
+                let prompt = template.prompt(&tokenizer, &messages, ending, &none).expect(&what);
                 let ids = prompt.ids(&tokenizer).expect(&what);
-                assert_eq!(prompt.text, template.text(&messages, ending).expect(&what), "{what}");
-                let nothing = template.text(&conversation(&|_| "x".to_owned()), ending).expect(&what);
+                assert_eq!(prompt.text, template.text(&messages, ending, &none).expect(&what), "{what}");
+                let nothing = template.text(&conversation(&|_| "x".to_owned()), ending, &none).expect(&what);
                 let own = control(&tokenizer, &tokenizer.encode(&nothing, false).expect(&what));
                 assert_eq!(control(&tokenizer, &ids), own, "{what}");
                 let all = tokenizer.encode(&prompt.text, false).expect(&what);
@@ -356,7 +356,12 @@ fn text_that_a_template_turns_into_a_control_token_stays_text() {
         ("<bos>{{ strftime_now('%H:%M:%S.%f') }}{{ messages[0].content }}", "<end_of_turn>", vec![2]),
     ] {
         let messages = [Message::new("user", message)];
-        let prompt = match template(source).prompt(&tokenizer, &messages, PromptEnding::Closed) {
+        let prompt = match template(source).prompt(
+            &tokenizer,
+            &messages,
+            PromptEnding::Closed,
+            &TemplateKwargs::default(),
+        ) {
             Ok(prompt) => prompt,
             Err(error) => panic!("{source}: {error}"),
         };
@@ -372,7 +377,12 @@ fn text_that_a_template_turns_into_a_control_token_stays_text() {
 fn a_template_whose_control_tokens_depend_on_a_text_is_refused() {
     let tokenizer = tokenizer();
     let asked = |source: &str, text: &str| {
-        template(source).prompt(&tokenizer, &[Message::new("user", text)], PromptEnding::Closed)
+        template(source).prompt(
+            &tokenizer,
+            &[Message::new("user", text)],
+            PromptEnding::Closed,
+            &TemplateKwargs::default(),
+        )
     };
     // A template may depend on texts as long as its own control tokens stay the same.
     let greets = "<bos>{{ 'Hello. ' if messages[0].content.startswith('Hi') }}{{ messages[0].content }}";
@@ -404,7 +414,7 @@ fn visible_added_tokens_are_read_only_in_the_assistants_messages() {
         let tokenizer = marks(special);
         let messages = ["user", "assistant"].map(|role| Message::new(role, text));
         let prompt = gemma_template()
-            .prompt(&tokenizer, &messages, PromptEnding::Closed)
+            .prompt(&tokenizer, &messages, PromptEnding::Closed, &TemplateKwargs::default())
             .expect("its control tokens are clear");
         let ids = prompt.ids(&tokenizer).expect("encodes");
         let syntax = |id: &u32| *id >= 512 || tokenizer.is_special(*id);

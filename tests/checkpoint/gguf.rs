@@ -459,8 +459,7 @@ fn the_config_from_metadata_matches_the_reference() {
             rope_local_base_freq: 1e4,
             rope_scaling_factor: 8.0,
             eos_token_ids: vec![1, 106],
-            bos_token_id: 2,
-            pad_token_id: 0,
+            bos_token_id: Some(2),
             tie_word_embeddings: true,
         };
         let expected = match folder {
@@ -942,7 +941,46 @@ fn a_gpt2_style_vocabulary_gives_the_ids_of_its_tokenizer_json() {
     );
     let byte_level = tokens.iter().map(|t| t.replace('\u{2581}', "\u{120}").replace("<0x", "<1x")).collect();
     bad.set("tokenizer.ggml.tokens", Val::Texts(byte_level));
-    assert!(tokenizer(&bad.files()).err().unwrap().contains("are byte-level pieces; expected pieces with"));
+    assert!(
+        tokenizer(&bad.files())
+            .err()
+            .unwrap()
+            .contains("key tokenizer.ggml.pre: is missing; expected \"gpt-2\"")
+    );
+    bad.set("tokenizer.ggml.pre", Val::Text("chameleon".into()));
+    assert_eq!(
+        tokenizer(&bad.files()).err().unwrap(),
+        "m (in memory)/m.gguf: key tokenizer.ggml.pre: is \"chameleon\", whose way to split texts is not known; \
+         expected \"gpt-2\", \"llama-bpe\", \"qwen2\" or \"smollm\", or give the original model's tokenizer.json with \
+         --tokenizer"
+    );
+}
+
+/// The tokenizers of the GGUF files equal those of the original checkpoints.
+#[test]
+fn byte_level_tokenizers_of_files_give_the_ids_of_their_originals() {
+    for (file, original) in [
+        ("families/tiny-llama/gguf/tiny-llama-Q4_0.gguf", "families/tiny-llama"),
+        ("families/tiny-qwen3/gguf/tiny-qwen3-Q4_K_M.gguf", "families/qwen-tokenizer"),
+    ] {
+        let files = open_files(&data(file)).unwrap();
+        let made = tokenizer(&files).unwrap();
+        let path = data(original).join("tokenizer.json");
+        let expected = Tokenizer::from_bytes(&std::fs::read(&path).unwrap(), "tokenizer.json").unwrap();
+        assert_eq!(made.bos(), expected.bos(), "{file}");
+        assert_eq!(made.end_of_turn(), expected.end_of_turn(), "{file}");
+        let cases: Json = read_json(&data(original).join("encode_cases.json"));
+        let cases = cases["cases"].as_array().unwrap();
+        assert!(cases.len() >= 38, "{file}");
+        for case in cases {
+            let text = case["text"].as_str().unwrap();
+            let ids = expected.encode(text, true).unwrap();
+            assert_eq!(made.encode(text, true).unwrap(), ids, "{file}: {text:?}");
+            assert_eq!(made.encode_text(text, false), expected.encode_text(text, false), "{file}: {text:?}");
+            assert_eq!(made.decode(&ids, false), expected.decode(&ids, false), "{file}: {text:?}");
+            assert_eq!(made.decode(&ids, true), expected.decode(&ids, true), "{file}: {text:?}");
+        }
+    }
 }
 
 #[test]
@@ -1132,13 +1170,20 @@ fn metadata_of_other_converters_is_accepted() {
 #[test]
 fn metadata_of_an_unsupported_model_is_refused_with_its_key() {
     const PATTERN: &str = "gemma3.attention.sliding_window_pattern";
-    let clip =
-        "is \"clip\": this is a vision tower (mmproj); expected \"gemma3\", the file of the language model";
+    let clip = "is \"clip\": this is a vision tower (mmproj); expected \"gemma3\" or \"llama\" or \"qwen2\", the file of the language model";
     for (key, value, expected) in [
-        ("general.architecture", some("gemma2"), "\"gemma2\" is not supported; expected \"gemma3\""),
+        (
+            "general.architecture",
+            some("gemma2"),
+            "\"gemma2\" is not supported; expected \"gemma3\" or \"llama\" or \"qwen2\"",
+        ),
         ("general.architecture", some("clip"), clip),
         ("general.architecture", some(3u32), "is 3; expected a text"),
-        ("general.architecture", None, "is missing; expected \"gemma3\""),
+        (
+            "general.architecture",
+            None,
+            "is missing; expected \"gemma3\" or \"llama\" or \"qwen2\"",
+        ),
         ("gemma3.block_count", None, "is missing; expected a number"),
         ("gemma3.block_count", some(1u64 << 40), "is 1099511627776; expected 1 to 1024"),
         ("gemma3.block_count", some(-1), "is -1; expected a whole number"),

@@ -673,10 +673,9 @@ fn use_small_files(folder: &Path) -> Result<(), String> {
     let tokenizer = Tokenizer::from_bytes(&json, "tokenizer.json").map_err(|e| line(&e))?;
     tokenizer.fits(config.vocab_size).map_err(|e| line(&e))?;
     let (tokenizer_config, jinja) = (tokenizer_config.map_err(|e| line(&e))?, jinja.map_err(|e| line(&e))?);
-    let template = ChatTemplate::from_checkpoint(ChatFiles {
-        tokenizer_config: tokenizer_config.as_deref(),
-        chat_template_jinja: jinja.as_deref(),
-    });
+    let chat_files =
+        ChatFiles { tokenizer_config: tokenizer_config.as_deref(), chat_template_jinja: jinja.as_deref() };
+    let template = ChatTemplate::from_checkpoint(chat_files, &tokenizer);
     let messages: Vec<Message> = serde_json::from_value(json!([
         {"role": "user", "content": "Hello there, the vim\u{fdfa} 🦄 help é ½ ".repeat(20)},
         {"role": "assistant", "content": "e"},

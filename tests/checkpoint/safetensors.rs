@@ -15,6 +15,7 @@ use unicorn::model::SamplingOptions;
 use unicorn::model::arch::{self, open_files};
 use unicorn::model::config::GenerationConfig;
 use unicorn::model::gemma3::{self, LayerType};
+use unicorn::model::rope::RopeScaling;
 use unicorn::model::spec::ModelSpec;
 use unicorn::model::weights::Weights;
 use unicorn::quantize::{Rounding, grouping, pack_tiles, quantize_row};
@@ -369,8 +370,7 @@ fn configs_of_the_published_sizes_are_read() {
             rope_local_base_freq: 1e4,
             rope_scaling_factor: 8.0,
             eos_token_ids: vec![1, 106],
-            bos_token_id: 2,
-            pad_token_id: 0,
+            bos_token_id: Some(2),
             tie_word_embeddings: true,
         };
     let cases = [
@@ -448,8 +448,8 @@ fn configs_of_transformers_4_and_5_are_read_alike() {
         let (old, old_generation) = load("gemma3");
         let (new, _) = load("transformers5");
         assert_eq!(old, new, "{set}");
-        let ropes: Vec<_> = old.ropes.iter().map(|rope| (rope.factor, rope.theta)).collect();
-        assert_eq!(ropes, [(1.0, 1e4), (8.0, 1e6)]);
+        let ropes: Vec<_> = old.ropes.iter().map(|rope| (rope.scaling.clone(), rope.theta)).collect();
+        assert_eq!(ropes, [(RopeScaling::Unscaled, 1e4), (RopeScaling::Linear { factor: 8.0 }, 1e6)]);
         assert_eq!(old.eos_token_ids, [1, 106]);
         let expected = GenerationConfig {
             do_sample: Some(true),
@@ -464,7 +464,7 @@ fn configs_of_transformers_4_and_5_are_read_alike() {
     assert_eq!(windows, [true, false]);
     let (config, _) = open(&data("gemma3/tiny-b"));
     let full: Vec<_> = (0..config.layers.len()).filter(|i| config.layers[*i].window.is_none()).collect();
-    assert_eq!((full, config.ropes[1].factor), (vec![2, 5], 1.0));
+    assert_eq!((full, &config.ropes[1].scaling), (vec![2, 5], &RopeScaling::Unscaled));
 }
 
 #[test]
@@ -506,14 +506,16 @@ fn config_fields_are_read_as_transformers_reads_them() {
     });
     let config = self::config(nested).unwrap();
     assert_eq!(config.eos_token_ids, [1, 3, 106]);
-    assert_eq!((config.bos_token_id, config.pad_token_id, config.head_dim), (5, 0, 64));
+    assert_eq!((config.bos_token_id, config.head_dim), (Some(5), 64));
 }
 
 #[test]
 fn unsupported_configs_are_refused_with_the_name_of_the_field() {
     let cases = r#"
-{"model_type": null} => model_type is missing; expected "gemma3" or "gemma3_text"
-{"model_type": "qwen2"} => model_type "qwen2" is not supported; expected "gemma3" or "gemma3_text"
+{"model_type": null}
+    => model_type is missing; expected "gemma3" or "gemma3_text" or "llama" or "mistral" or "qwen2"
+{"model_type": "mamba"}
+    => model_type "mamba" is not supported; expected "gemma3" or "gemma3_text" or "llama" or "mistral" or "qwen2"
 {"model_type": 3} => model_type is 3; expected a string
 {"model_type": "gemma3", "hidden_size": null}
     => text_config is missing; expected the language model's fields there
@@ -532,8 +534,8 @@ fn unsupported_configs_are_refused_with_the_name_of_the_field() {
 {"num_attention_heads": [8]} => num_attention_heads is a list; expected a whole number from 1 to 1024
 {"num_attention_heads": 6, "num_key_value_heads": 4}
     => num_attention_heads is 6; expected a multiple of num_key_value_heads (4)
-{"head_dim": 512} => head_dim is 512; expected a whole number from 32 to 256
-{"head_dim": 34} => head_dim is 34; expected a multiple of 4
+{"head_dim": 512} => head_dim is 512; expected a whole number from 16 to 256
+{"head_dim": 34} => head_dim is 34; expected a multiple of 4 from 16 to 256
 // Tiles of such a matrix would not fit the upload's staging buffer.
 {"num_attention_heads": 1024, "num_key_value_heads": 1024, "head_dim": 256}
     => num_attention_heads times head_dim (256) is 262144; expected at most 131072

@@ -384,5 +384,9 @@ fn exit_codes_say_whether_a_restart_can_help() {
     assert_error(unicorn(&["serve", "--port", "0"]), 75, &["Vulkan"]);
     assert_error(unicorn(&["serve", "--port", "many"]), 2, &["--port"]);
     // Other commands have one exit code for all failures.
-    assert_error(unicorn(&["generate", "--prompt", "x", "--model", "/proc/nonexistent"]), 1, &["/proc/nonexistent"]);
+    assert_error(
+        unicorn(&["generate", "--prompt", "x", "--model", "/proc/nonexistent"]),
+        1,
+        &["/proc/nonexistent"],
+    );
 }

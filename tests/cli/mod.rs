@@ -5,5 +5,6 @@ mod commands;
 mod config;
 mod daemon;
 mod doctor;
+mod families;
 mod options;
 mod systemd;

@@ -159,6 +159,7 @@ fn an_option_without_effect_on_a_command_is_refused() {
         (&["man-pages", "pages"], &["--config", "file"]),
         (&["inspect", "model"], &["--npu", "auto"]),
         (&["inspect", "model"], &["--tokenizer", "file"]),
+        (&["bench", "engine"], &["--chat-template", "file"]),
         (&[LAB, "synth", "--shape", "gemma-3-270m", "folder"], &["--kv", "int8"]),
         (&["quantize", "model", "folder"], &["--quantize", "int8-row"]),
         (&["eval", "logits", "model", "--tokens", "2", "--output", "file"], &["--tokenizer", "file"]),
@@ -245,6 +246,7 @@ fn config_show_shows_every_option_of_the_command_line() {
         ("--model", "m", "path = \"m\""),
         ("--quantize", "int8-row", "quantize = \"int8-row\""),
         ("--tokenizer", "t", "tokenizer = \"t\""),
+        ("--chat-template", "j", "chat_template = \"j\""),
         ("--device", "d", "device = \"d\""),
         ("--models-dir", "f", "dir = \"f\""),
         ("--model-config", "c", "config = \"c\""),
@@ -288,6 +290,7 @@ fn config_show_shows_every_option_of_the_command_line() {
         ("--draft", "org/nonexistent"),
         ("--model-config", "/proc/nonexistent/b"),
         ("--tokenizer", "/proc/nonexistent/c"),
+        ("--chat-template", "/proc/nonexistent/t"),
         ("--api-key-file", "/proc/nonexistent/d"),
     ] {
         // The demo model in the binary has its own config and tokenizer.
@@ -298,7 +301,7 @@ fn config_show_shows_every_option_of_the_command_line() {
         let (code, _, stderr) = check(&words);
         assert!(code == 78 && stderr.contains(part), "{option}: {stderr}");
     }
-    for option in ["--model-config", "--tokenizer"] {
+    for option in ["--model-config", "--tokenizer", "--chat-template"] {
         let (code, _, stderr) = check(&[option, "/proc/nonexistent"]);
         assert!(code == 78 && stderr.contains("no model is named"), "{option}: {stderr}");
     }

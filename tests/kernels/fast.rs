@@ -379,7 +379,7 @@ fn two_products_fused_with_geglu_equal_three_separate_dispatches() {
                 let [one, two] = &products;
                 k.gated(r, [&gate, &up], &operand, [one, two], &Operand::blocks(&fused), tokens);
                 k.matmul(r, &[(&gate, one), (&up, two)], &operand, tokens);
-                k.geglu(r, one, two, &Operand::blocks(&apart), tokens);
+                k.glu(r, one, two, &Operand::blocks(&apart), tokens);
             });
             let [fused, apart] = [&fused, &apart].map(|of| download(&mut b, of, tokens));
             assert!(fused == apart, "{scheme}, {tokens} tokens");
@@ -416,7 +416,7 @@ fn fused_norms_match_separate_norms_bit_for_bit() {
             // The separate kernels: the add, the norm after it, and the quantization of the norm.
             let (normed, quantized) = (b.empty(tokens, width), b.quantized(tokens, width));
             b.run(|k, r| {
-                k.rms_norm_add(r, &x, &norms[0], &hidden, tokens);
+                k.rms_norm_add(r, &x, Some(&norms[0]), &hidden, tokens);
                 k.rms_norm(r, &hidden, &norms[1], &Operand::floats(&normed), tokens);
                 k.quantize(r, &normed, &quantized, tokens);
             });
@@ -440,7 +440,7 @@ fn fused_norms_match_separate_norms_bit_for_bit() {
             let next = std::cell::Cell::new(0);
             let got = all_ways(b, tokens, width, &|k, r, y| {
                 let hidden = &again[next.replace(next.get() + 1)];
-                k.residual(r, &x, &norms[0], (hidden, &norms[1]), y, tokens);
+                k.residual(r, &x, Some(&norms[0]), (hidden, &norms[1]), y, tokens);
             });
             check(got, "residual");
             for hidden in &again {
@@ -459,11 +459,11 @@ fn geglu_in_int8_equals_quantized_geglu_in_f32() {
             let up = b.activations(&up, width);
             let quantized = [(); 3].map(|()| b.quantized(tokens, width));
             b.run(|k, r| {
-                k.geglu(r, &one, &up, &Operand::blocks(&quantized[0]), tokens);
-                k.geglu(r, &one, &up, &Operand::floats(&one), tokens);
+                k.glu(r, &one, &up, &Operand::blocks(&quantized[0]), tokens);
+                k.glu(r, &one, &up, &Operand::floats(&one), tokens);
                 k.quantize(r, &one, &quantized[1], tokens);
                 let both = Operand { floats: Some(two.clone()), blocks: Some(quantized[2].clone()) };
-                k.geglu(r, &two, &up, &both, tokens);
+                k.glu(r, &two, &up, &both, tokens);
             });
             let got = quantized.each_ref().map(|q| download(b, q, tokens));
             assert!(got[0] == got[1] && got[0] == got[2], "{tokens} x {width}");

@@ -279,10 +279,10 @@ fn norms(b: &mut Bench, wants: Wants, which: usize) -> Chain {
         k.rms_norm(r, &hidden, &norm, &Operand::floats(&x), rows);
         match which {
             0 => k.rms_norm(r, &x, &norm, &to, rows),
-            1 => k.residual(r, &x, &norm, (&hidden, &norm), &to, rows),
+            1 => k.residual(r, &x, Some(&norm), (&hidden, &norm), &to, rows),
             2 => k.rms_norm_gather(r, &x, &index, &norm, &to, 2),
-            3 => k.rms_norm_add(r, &x, &norm, &hidden, rows),
-            _ => k.geglu(r, &hidden, &x, &to, rows),
+            3 => k.rms_norm_add(r, &x, Some(&norm), &hidden, rows),
+            _ => k.glu(r, &hidden, &x, &to, rows),
         }
     })
 }
@@ -386,7 +386,17 @@ fn attention_inputs(b: &mut Bench, paged: &Paged, kv: KvDtype) -> ([Activations;
     let norm = RmsNorm { weight: b.upload(&[1f32; 32]), eps: 1e-6 };
     let rope: Vec<f32> = (0..64 * 16).flat_map(|i| [(i as f32).cos(), (i as f32).sin()]).collect();
     let (rope, q_norm, k_norm) = (b.upload(&rope), norm.clone(), norm);
-    (inputs, Attention { shape: paged.shape, q_norm, k_norm, rope, q_scale: 0.2, cache })
+    (
+        inputs,
+        Attention {
+            shape: paged.shape,
+            qk_norms: Some([q_norm, k_norm]),
+            biases: None,
+            rope,
+            q_scale: 0.2,
+            cache,
+        },
+    )
 }
 
 /// `attending` has the length of each sequence and the number of its tokens in the step.
@@ -539,7 +549,7 @@ fn chains_of(shader: &str) -> String {
     let chains = match shader.split('_').next().expect("a name") {
         "embed" | "matmul" => "embedding and product",
         "quantize" => "quantizing",
-        "rms" | "geglu" => "norms",
+        "rms" | "glu" => "norms",
         "moments" | "pool" | "peak" => "sums",
         "adjust" | "sample" | "logprobs" => "draws",
         "history" => "history",

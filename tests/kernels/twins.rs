@@ -13,8 +13,8 @@ use unicorn::gpu::{
 };
 use unicorn::kernels::{
     Activations, Attention, AttentionBy, AttentionShape, AttentionTile, Bias, DrawScratch, Embedding, Heads,
-    History, Item, KvCache, LAST_SAMPLED, LOGPROB_WORDS, MAX_LOGPROBS, Matrix, NO_TOKEN, Operand, Peak,
-    RmsNorm, Room, SampleRequest, Shares, StepArrays,
+    HiddenAct, History, Item, KvCache, LAST_SAMPLED, LOGPROB_WORDS, LayerKind, MAX_LOGPROBS, Matrix,
+    NO_TOKEN, Operand, Peak, RmsNorm, Room, SampleRequest, Shares, StepArrays,
 };
 use unicorn::lab::kernel_cases::{Choice, KernelWork};
 use unicorn::model::arch;
@@ -282,7 +282,7 @@ fn the_27b_embedding_works_at_full_size() {
     });
     let shape = [rows, cols];
     let encoding = Encoding::Plain { dtype: DType::BF16, data: &data };
-    let tensor = Tensor { name: "embedding", file: "test", shape: &shape, encoding };
+    let tensor = Tensor { name: "embedding", file: "test", shape: &shape, encoding, interleaved: None };
     let mut uploader = Uploader::new(&b.device).unwrap();
     let limit = b.device.info().max_allocation_bytes.min(1 << 31);
     let mut packed = Vec::new();
@@ -341,7 +341,7 @@ fn rms_norm_and_its_variants_match_their_twin() {
                 close(&b.rows(&output, rows), &expected, &magnitude, 3e-6, &what);
 
                 let output = b.activations(&base, dim);
-                b.run(|k, r| k.rms_norm_add(r, &input, &norm, &output, rows));
+                b.run(|k, r| k.rms_norm_add(r, &input, Some(&norm), &output, rows));
                 let sums: Vec<f64> = expected.iter().zip(&base).map(|(e, b)| e + f64::from(*b)).collect();
                 close(&b.rows(&output, rows), &sums, &magnitude, 4e-6, &format!("{what}, add"));
 
@@ -388,13 +388,11 @@ fn attention_matches_its_twin_over_pages_and_windows() {
     }
 }
 
-/// Attention over a cache, with norms and rotations that must not be read.
+/// Attention over a cache, with rotations that must not be read.
 fn attention_over(b: &mut Bench, shape: AttentionShape, cached: &[Vec<u8>; 2]) -> Attention {
     let cache = KvCache { keys: b.upload(&cached[0]), values: b.upload(&cached[1]) };
     let nothing = b.poisoned(4 * shape.head_dim);
-    let norm = RmsNorm { weight: nothing.clone(), eps: 0.0 };
-    let [q_norm, k_norm] = [norm.clone(), norm];
-    Attention { shape, q_norm, k_norm, rope: nothing, q_scale: f32::NAN, cache }
+    Attention { shape, qk_norms: None, biases: None, rope: nothing, q_scale: f32::NAN, cache }
 }
 
 /// Attention of one layer over random keys and values.
@@ -807,8 +805,18 @@ fn npu_output_replaces_the_heads_that_the_npu_computed() {
 #[test]
 fn qkv_store_normalizes_rotates_and_stores() {
     with_each_body(40, |b| {
-        let shapes = [shape(4, 2, 32, 16, None), shape(3, 1, 100, 5, None), shape(2, 2, 256, 16, None)];
-        for (shape, kv) in shapes.iter().flat_map(|s| KvDtype::ALL.map(|kv| (*s, kv))) {
+        let plain = LayerKind { has_qk_norms: false, ..LayerKind::default() };
+        let kinds = [
+            (LayerKind::default(), shape(4, 2, 32, 16, None)),
+            (LayerKind::default(), shape(3, 1, 100, 5, None)),
+            (LayerKind::default(), shape(2, 2, 256, 16, None)),
+            (plain, shape(3, 1, 16, 16, None)),
+            (plain, shape(6, 2, 80, 5, None)),
+            (LayerKind { has_biases: true, ..plain }, shape(7, 1, 64, 16, None)),
+            (LayerKind { has_biases: true, ..LayerKind::default() }, shape(4, 2, 100, 5, None)),
+        ];
+        for ((layers, shape), kv) in kinds.iter().flat_map(|kind| KvDtype::ALL.map(|kv| (*kind, kv))) {
+            b.make_layers(layers);
             b.make_heads(&shape, kv);
             let paged = Paged::new(b, shape, &[(3, 3), (40, 1), (21, 7)]);
             let tokens = paged.tokens();
@@ -817,6 +825,10 @@ fn qkv_store_normalizes_rotates_and_stores() {
             let (qw, kw) = (shape.num_heads * d, shape.num_kv_heads * d);
             let (q, k, v) = (b.random(n * qw, 2.0), b.random(n * kw, 2.0), b.random(n * kw, 2.0));
             let (q_norm, k_norm) = (b.random(d, 1.0), b.random(d, 1.0));
+            let biases = [qw, kw, kw].map(|width| match layers.has_biases {
+                true => b.random(width, 1.0),
+                false => vec![0.0; width],
+            });
             let angle =
                 |position: usize, i: usize| position as f64 * 10000f64.powf(-(2.0 * i as f64) / d as f64);
             let rope: Vec<f32> = (0..64)
@@ -830,40 +842,51 @@ fn qkv_store_normalizes_rotates_and_stores() {
             let bytes = paged.empty_cache(kv).len();
             let cache = KvCache { keys: b.poisoned(bytes), values: b.poisoned(bytes) };
             let arrays = paged.arrays(b);
-            let [qn, kn] = [qn, kn].map(|weight| RmsNorm { weight, eps });
+            let qk_norms = layers.has_qk_norms.then(|| [qn, kn].map(|weight| RmsNorm { weight, eps }));
+            let uploaded = layers.has_biases.then(|| biases.each_ref().map(|bias| b.upload(bias)));
+            let cache_of_layer = cache.clone();
             let attention =
-                Attention { shape, q_norm: qn, k_norm: kn, rope: table, q_scale, cache: cache.clone() };
+                Attention { shape, qk_norms, biases: uploaded, rope: table, q_scale, cache: cache_of_layer };
             b.run(|k, r| k.qkv_store(r, &attention, [&qa, &ka, &va], &arrays, n));
 
+            let with_bias = |row: &[f32], bias: &[f32]| -> Vec<f32> {
+                row.iter().zip(bias).map(|(x, bias)| x + bias).collect()
+            };
             let expect = |row: &[f32], norm: &[f32], position: usize, scale: f64| -> Vec<f64> {
-                let row: Vec<f64> = row.iter().map(|v| f64::from(*v)).collect();
+                let mut row: Vec<f64> = row.iter().map(|v| f64::from(*v)).collect();
                 let angles: Vec<f64> = (0..half).map(|i| angle(position, i)).collect();
-                let turned = reference::rope(&reference::rms_norm(&row, norm, f64::from(eps)), &angles);
-                turned.into_iter().map(|v| v * scale).collect()
+                if layers.has_qk_norms {
+                    row = reference::rms_norm(&row, norm, f64::from(eps));
+                }
+                reference::rope(&row, &angles).into_iter().map(|v| v * scale).collect()
             };
             let got_q = b.rows(&qa, n);
             let mut keys = b.download::<u8>(&cache.keys, bytes);
             let mut values = b.download::<u8>(&cache.values, bytes);
             for (t, &(s, position)) in tokens.iter().enumerate() {
-                let what = format!("{shape:?} {kv} sequence {s} position {position}");
+                let what = format!("{layers:?} {shape:?} {kv} sequence {s} position {position}");
                 for head in 0..shape.num_heads {
-                    let at = t * qw + head * d;
-                    let expected = expect(&q[at..at + d], &q_norm, position, f64::from(q_scale));
+                    let (at, of_head) = (t * qw + head * d, head * d..(head + 1) * d);
+                    let row = with_bias(&q[at..at + d], &biases[0][of_head]);
+                    let expected = expect(&row, &q_norm, position, f64::from(q_scale));
                     close(&got_q[at..at + d], &expected, &vec![1.0; d], 1e-6, &what);
                 }
                 for head in 0..shape.num_kv_heads {
                     let (at, place) = (t * kw + head * d, (s, position, head));
-                    let expected = expect(&k[at..at + d], &k_norm, position, 1.0);
+                    let of_head = head * d..(head + 1) * d;
+                    let row = with_bias(&k[at..at + d], &biases[1][of_head.clone()]);
+                    let expected = expect(&row, &k_norm, position, 1.0);
                     // The tolerance includes the rounding of the cache type: half of its last bit.
                     let largest = expected.iter().fold(0f64, |a, b| a.max(b.abs()));
                     let lost = [0.0, largest / 2048.0, largest / 254.0][kv as usize];
                     let got = paged.take(&mut keys, kv, Cached::Key, place);
                     close(&got, &expected, &vec![4.0; d], 1e-6 + lost / 4.0, &what);
                     let mut one = paged.empty_cache(kv);
-                    let kept = paged.file_away(&mut one, kv, Cached::Value, place, &v[at..at + d]);
+                    let row = with_bias(&v[at..at + d], &biases[2][of_head]);
+                    let kept = paged.file_away(&mut one, kv, Cached::Value, place, &row);
                     let kept: Vec<f64> = kept.into_iter().map(f64::from).collect();
                     // A value in the middle between two integers may be rounded to either of them.
-                    let step = [0.0, 1.0 / 1024.0, 2.0 / 127.0][kv as usize];
+                    let step = [1e-6, 3.0 / 1024.0, 3.0 / 127.0][kv as usize];
                     let got = paged.take(&mut values, kv, Cached::Value, place);
                     close(&got, &kept, &vec![1.0; d], step * 1.01, &what);
                     let off =
@@ -874,6 +897,35 @@ fn qkv_store_normalizes_rotates_and_stores() {
             let poison = 0x7fc0_deadu32.to_le_bytes();
             let untouched = |bytes: &[u8]| bytes.chunks_exact(4).all(|word| word == poison);
             assert!(untouched(&keys) && untouched(&values), "{shape:?} {kv}: wrote beyond its slots");
+        }
+    });
+}
+
+#[test]
+fn without_post_norms_the_result_of_a_sublayer_is_added_as_it_is() {
+    with_each_body(41, |b| {
+        b.make_layers(LayerKind { has_post_norms: false, ..LayerKind::default() });
+        for (rows, dim) in [(1, 1), (3, 31), (5, 257), (2, 1153)] {
+            let (x, base, weight) =
+                (b.random(rows * dim, 2.0), b.random(rows * dim, 1.0), b.random(dim, 1.0));
+            let sums: Vec<f32> = x.iter().zip(&base).map(|(x, base)| base + x).collect();
+            let input = b.activations(&x, dim);
+            let norm = RmsNorm { weight: b.upload(&weight), eps: 1e-6 };
+            let (added, hidden) = (b.activations(&base, dim), b.activations(&base, dim));
+            let output = b.empty(rows, dim);
+            b.run(|k, r| k.rms_norm_add(r, &input, None, &added, rows));
+            b.run(|k, r| k.residual(r, &input, None, (&hidden, &norm), &Operand::floats(&output), rows));
+            assert_eq!(b.rows(&added, rows), sums, "{rows} x {dim}");
+            assert_eq!(b.rows(&hidden, rows), sums, "{rows} x {dim}");
+            let expected: Vec<f64> = sums
+                .chunks_exact(dim)
+                .flat_map(|row| {
+                    let row: Vec<f64> = row.iter().map(|v| f64::from(*v)).collect();
+                    reference::rms_norm(&row, &weight, 1e-6)
+                })
+                .collect();
+            let magnitude: Vec<f64> = expected.iter().map(|v| v.abs() + 0.1).collect();
+            close(&b.rows(&output, rows), &expected, &magnitude, 3e-6, &format!("{rows} x {dim}"));
         }
     });
 }
@@ -926,19 +978,29 @@ fn pooled_sums_are_the_same_for_every_split_of_the_rows() {
 }
 
 #[test]
-fn geglu_matches_its_twin_also_for_extreme_values() {
+fn gated_products_match_their_twins_also_for_extreme_values() {
     with_each_body(50, |b| {
-        for (rows, width) in [(1, 3), (7, 129), (3, 1000)] {
+        let glu = |activation: HiddenAct| match activation {
+            HiddenAct::GeluTanh => reference::geglu,
+            HiddenAct::Silu => reference::swiglu,
+        };
+        let kinds = [HiddenAct::GeluTanh, HiddenAct::Silu];
+        let shapes = [(1, 3), (7, 129), (3, 1000)];
+        for (activation, (rows, width)) in
+            kinds.into_iter().flat_map(|kind| shapes.map(|shape| (kind, shape)))
+        {
+            let glu: fn(f64, f64) -> f64 = glu(activation);
+            b.make_layers(LayerKind { activation, ..LayerKind::default() });
             let mut gate = b.random(rows * width, 6.0);
             let up = b.random(rows * width, 3.0);
             gate[..3].copy_from_slice(&[-40.0, 60.0, 0.0]);
             if width > 3 {
-                gate[3..9].copy_from_slice(&[-1e30, 1e30, -10.0, 10.0, -9.9, f32::MIN]);
+                gate[3..11].copy_from_slice(&[-1e30, 1e30, -10.0, 10.0, -9.9, f32::MIN, -79.9, -80.1]);
             }
             let (g, u) = (b.activations(&gate, width), b.activations(&up, width));
-            b.run(|k, r| k.geglu(r, &g, &u, &Operand::floats(&g), rows));
+            b.run(|k, r| k.glu(r, &g, &u, &Operand::floats(&g), rows));
             let expected: Vec<f64> =
-                gate.iter().zip(&up).map(|(g, u)| reference::geglu(f64::from(*g), f64::from(*u))).collect();
+                gate.iter().zip(&up).map(|(g, u)| glu(f64::from(*g), f64::from(*u))).collect();
             let magnitude: Vec<f64> = expected.iter().map(|e| e.abs() + 0.01).collect();
             close(&b.rows(&g, rows), &expected, &magnitude, 1e-5, &format!("{rows} x {width}"));
         }
@@ -1518,7 +1580,7 @@ fn benchmark_cases_run_and_write_numbers() {
                 | KernelWork::Attention { .. }
                 | KernelWork::RmsNorm { .. }
                 | KernelWork::Residual { .. }
-                | KernelWork::Geglu { .. }
+                | KernelWork::Glu { .. }
                     if precision == Precision::Fast =>
                 {
                     assert!(before != after, "{}: nothing was written", case.name);
@@ -1618,8 +1680,8 @@ fn a_write_beyond_a_buffer_ends_at_its_guard_page() {
     let norm = RmsNorm { weight: b.upload(&[1f32; 32]), eps: 1e-6 };
     let attention = Attention {
         shape,
-        q_norm: norm.clone(),
-        k_norm: norm,
+        qk_norms: Some([norm.clone(), norm]),
+        biases: None,
         rope: b.upload(&[0f32; 64 * 32]),
         q_scale: 1.0,
         cache,

@@ -12,7 +12,7 @@ use unicorn::model::model_runner::ModelRunner;
 use unicorn::model::{Runner, SamplingParams};
 use unicorn::tensor::{KvDtype, Precision};
 
-use unicorn::text::{Message, Tokenizer, normalize};
+use unicorn::text::{Message, Tokenizer};
 
 use crate::support::checkpoints::sha256;
 use crate::support::data;
@@ -97,7 +97,8 @@ fn questions_render_and_tokenize_to_the_goldens_prompts() {
             .iter()
             .map(|m| Message::new(&m.role, &m.content))
             .collect();
-        let text = gemma_template().render(&normalize(&messages), true).unwrap();
+        let template = gemma_template();
+        let text = template.render(&template.arrange(&messages), true).unwrap();
         assert_eq!(tokenizer.encode(&text, false).unwrap(), answer.prompt, "{}: {text:?}", answer.id);
         assert_eq!(tokenizer.decode(&answer.answer, true), answer.text, "{}", answer.id);
     }

@@ -1,4 +1,4 @@
-//! Whole models on a device: goldens, the demo model, the pools of KV blocks, placement in memory, the self-test and the tuner.
+//! Whole models on a device: goldens of each family, the demo model, the pools of KV blocks, placement in memory, the self-test and the tuner.
 
 mod demo;
 mod golden;

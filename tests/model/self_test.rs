@@ -67,10 +67,14 @@ fn products(all: &mut BTreeMap<String, Set>) {
         let bound = ROUNDING * largest(&magnitude);
         let stored = |values: &[f64]| inputs::PRODUCT_ROWS.map(|row| values[row]);
         all.insert(format!("matmul {scheme}"), set(stored(&y), bound, largest(&y)));
-        let gated: Vec<f64> = y.iter().map(|y| reference::geglu(*y, *y)).collect();
-        // Far from 0, gelu(y) y has the slope of y².
+        // Far from 0, gelu(y) y and silu(y) y have the slope of y².
         let off = 2.5 * largest(&y) * bound;
-        all.insert(format!("gated {scheme}"), set(stored(&gated), off, largest(&gated)));
+        for (name, glu) in
+            [("gated", reference::geglu as fn(f64, f64) -> f64), ("gated by silu", reference::swiglu)]
+        {
+            let gated: Vec<f64> = y.iter().map(|y| glu(*y, *y)).collect();
+            all.insert(format!("{name} {scheme}"), set(stored(&gated), off, largest(&gated)));
+        }
         let weight = |id: usize, col: usize| f64::from(weights[id * COLS + col] * inputs::EMBEDDING_SCALE);
         let embedded =
             inputs::EMBEDDED_IDS.into_iter().flat_map(|id| inputs::EMBEDDED_COLS.map(|col| weight(id, col)));
@@ -91,16 +95,20 @@ fn norms(all: &mut BTreeMap<String, Set>) {
     let add = |a: &[Vec<f64>], b: &[Vec<f64>]| -> Vec<Vec<f64>> {
         a.iter().zip(b).map(|(a, b)| a.iter().zip(b).map(|(a, b)| a + b).collect()).collect()
     };
-    let hidden = add(&before, &normed);
-    let geglu: Vec<Vec<f64>> = x
-        .iter()
-        .zip(&before)
-        .map(|(x, up)| x.iter().zip(up).map(|(x, up)| reference::geglu(*x, *up)).collect())
-        .collect();
-    let next = norm(&hidden, true);
-    for (name, result) in
-        [("rms_norm", normed), ("residual hidden", hidden), ("residual y", next), ("geglu", geglu)]
-    {
+    let (hidden, plain) = (add(&before, &normed), add(&before, &x));
+    let glu = |glu: fn(f64, f64) -> f64| -> Vec<Vec<f64>> {
+        let rows = x.iter().zip(&before);
+        rows.map(|(x, up)| x.iter().zip(up).map(|(x, up)| glu(*x, *up)).collect()).collect()
+    };
+    for (name, result) in [
+        ("rms_norm", normed),
+        ("residual y", norm(&hidden, true)),
+        ("residual hidden", hidden),
+        ("plain residual y", norm(&plain, true)),
+        ("plain residual hidden", plain),
+        ("glu by gelu", glu(reference::geglu)),
+        ("glu by silu", glu(reference::swiglu)),
+    ] {
         let values = result.iter().flat_map(|row| inputs::NORM_COLS.map(|col| row[col]));
         let most = largest(&result.concat());
         all.insert(name.into(), set(values, ROUNDING * most, most));
@@ -123,26 +131,37 @@ fn head<T>(dim: usize, value: impl Fn(usize) -> T) -> Vec<T> {
 /// What heads of dimension `dim` store, and the results of their attention.
 fn heads(dim: usize) -> BTreeMap<String, Set> {
     let mut all = BTreeMap::new();
-    let (mut queries, mut keys, mut values) = (Vec::new(), Vec::new(), Vec::new());
-    for (token, (position, _)) in inputs::STORED.into_iter().enumerate() {
-        let angles: Vec<f64> = (0..dim / 2).map(|i| inputs::angle(position, i % 2)).collect();
-        let turned = |raw: &dyn Fn(usize) -> f32, is_key: bool| {
-            let norm = head(dim, |class| inputs::head_norm(is_key, class));
-            let row: Vec<f64> = head(dim, |class| raw(class).into());
-            of_classes(&reference::rope(&reference::rms_norm(&row, &norm, inputs::EPS.into()), &angles))
+    for (has_norms, has_biases) in [(true, false), (false, false), (false, true), (true, true)] {
+        let bias = |what: u32, of: usize, class: usize| match has_biases {
+            true => inputs::bias(what, of, class),
+            false => 0.0,
         };
-        for of in 0..4 {
-            let query = turned(&|class| inputs::raw_query(token, of, class), false);
-            queries.extend(query.map(|q| q * f64::from(inputs::Q_SCALE)));
+        let (mut queries, mut keys, mut values) = (Vec::new(), Vec::new(), Vec::new());
+        for (token, (position, _)) in inputs::STORED.into_iter().enumerate() {
+            let angles: Vec<f64> = (0..dim / 2).map(|i| inputs::angle(position, i % 2)).collect();
+            let turned = |raw: &dyn Fn(usize) -> f32, is_key: bool| {
+                let norm = head(dim, |class| inputs::head_norm(is_key, class));
+                let mut row: Vec<f64> = head(dim, |class| raw(class).into());
+                if has_norms {
+                    row = reference::rms_norm(&row, &norm, inputs::EPS.into());
+                }
+                of_classes(&reference::rope(&row, &angles))
+            };
+            for of in 0..4 {
+                let query = turned(&|class| inputs::raw_query(token, of, class) + bias(0, of, class), false);
+                queries.extend(query.map(|q| q * f64::from(inputs::Q_SCALE)));
+            }
+            for of in 0..KV_HEADS {
+                keys.extend(turned(&|class| inputs::raw_key(token, of, class) + bias(1, of, class), true));
+                let value = |class| f64::from(inputs::value(token, of, class) + bias(2, of, class));
+                values.extend([0, 1, 2, 3].map(value));
+            }
         }
-        for of in 0..KV_HEADS {
-            keys.extend(turned(&|class| inputs::raw_key(token, of, class), true));
-            values.extend([0, 1, 2, 3].map(|class| f64::from(inputs::value(token, of, class))));
+        for (name, stored, bound) in [("q", queries, 1e-6), ("k", keys, 1e-5), ("v", values, 1e-6)] {
+            let most = largest(&stored);
+            let kind = inputs::stored_kind(has_norms, has_biases);
+            all.insert(format!("qkv_store{kind} {name}"), set(stored, bound, most));
         }
-    }
-    for (name, stored, bound) in [("q", queries, 1e-6), ("k", keys, 1e-5), ("v", values, 1e-6)] {
-        let most = largest(&stored);
-        all.insert(format!("qkv_store {name}"), set(stored, bound, most));
     }
     for (what, window) in [("all", usize::MAX), ("window", inputs::WINDOW)] {
         let mut attended = Vec::new();

@@ -14,8 +14,8 @@ use unicorn::gpu::{
 };
 use unicorn::kernels::{
     Activations, AttentionBy, AttentionShape, Bias, DrawArrays, Embedding, GpuTiles, Heads, History, Item,
-    Kernels, LOGPROB_WORDS, Logits, Matrices, Matrix, Partials, Quantized, Room, Run, SampleRequest,
-    ShareArrays, Shares, StepArrays, SubgroupTile, Tiles, draw_words, mask_words,
+    Kernels, LOGPROB_WORDS, LayerKind, Logits, Matrices, Matrix, Partials, Quantized, Room, Run,
+    SampleRequest, ShareArrays, Shares, StepArrays, SubgroupTile, Tiles, draw_words, mask_words,
 };
 use unicorn::tensor::{
     Bits, DType, KvDtype, Precision, QuantizedRow, Scales, Scheme, TILE_ROWS, pack_row, unpack_row,
@@ -93,7 +93,7 @@ pub fn device_with<T>(tile: fn(&DeviceInfo) -> Option<T>) -> Option<(Arc<Device>
 pub fn every_kernel(device: &Device, bodies: Tiles) -> Kernels {
     let products = [&SCHEMES[..], &STORED].concat();
     let (embedding, tiles) = (Some(Scheme::Bf16), Some(bodies));
-    let matrices = Matrices { products, embedding, tiles, ..Matrices::default() };
+    let matrices = Matrices { products, embedding, head: embedding, tiles, ..Matrices::default() };
     Kernels::new(device, &matrices, &[HEADS], Precision::F32).unwrap()
 }
 
@@ -103,6 +103,7 @@ pub struct Bench {
     pub arena: Arena,
     pub kernels: Kernels,
     bodies: Tiles,
+    layers: LayerKind,
     /// How attention is computed after [`Bench::make_heads`].
     pub attention: AttentionBy,
     pub rng: ChaCha8Rng,
@@ -123,7 +124,7 @@ impl Bench {
         let (arena, rng) = (Arena::new(device), ChaCha8Rng::seed_from_u64(seed));
         let kernels = every_kernel(device, bodies);
         let attention = AttentionBy::Lanes;
-        Bench { arena, kernels, bodies, attention, rng, device: device.clone() }
+        Bench { arena, kernels, bodies, layers: LayerKind::default(), attention, rng, device: device.clone() }
     }
 
     /// Makes every kernel again for `bodies`. Later calls of [`Bench::make_heads`] use `bodies` too.
@@ -132,11 +133,18 @@ impl Bench {
         self.kernels = every_kernel(&self.device, bodies);
     }
 
+    /// Makes the kernels of such layers. Later calls of [`Bench::make_heads`] make them too.
+    pub fn make_layers(&mut self, layers: LayerKind) {
+        self.layers = layers;
+        let matrices = Matrices { layers, tiles: Some(self.bodies), ..Matrices::default() };
+        self.kernels = Kernels::new(&self.device, &matrices, &[HEADS], Precision::F32).unwrap();
+    }
+
     /// Makes the kernels for the heads of `shape`.
     pub fn make_heads(&mut self, shape: &AttentionShape, kv: KvDtype) {
         let heads = Heads { group: shape.num_heads / shape.num_kv_heads, head_dim: shape.head_dim, kv };
         let (tiles, attention) = (Some(self.bodies), Some(self.attention));
-        let matrices = Matrices { tiles, attention, ..Matrices::default() };
+        let matrices = Matrices { layers: self.layers, tiles, attention, ..Matrices::default() };
         let precision = match self.attention {
             AttentionBy::Lanes => Precision::F32,
             AttentionBy::Subgroups(_) => Precision::Fast,
@@ -155,7 +163,8 @@ impl Bench {
     pub fn make_tiles(&mut self, scheme: Scheme, precision: Precision, tiles: Tiles, gated: bool) {
         let gated = if gated { vec![scheme] } else { Vec::new() };
         let (embedding, tiles) = (Some(scheme), Some(tiles));
-        let matrices = Matrices { gated, embedding, tiles, ..Matrices::default() };
+        let (layers, head) = (self.layers, embedding);
+        let matrices = Matrices { layers, gated, embedding, head, tiles, ..Matrices::default() };
         self.kernels = Kernels::new(&self.device, &matrices, &[HEADS], precision).unwrap();
     }
 
@@ -245,7 +254,11 @@ impl Bench {
         let data: Vec<u8> = values.iter().flat_map(|v| v.to_le_bytes()).collect();
         let shape = [rows, cols];
         let encoding = Encoding::Plain { dtype: DType::F32, data: &data };
-        self.matrix_of(&Tensor { name: "w", file: "test", shape: &shape, encoding }, scheme, shard)
+        self.matrix_of(
+            &Tensor { name: "w", file: "test", shape: &shape, encoding, interleaved: None },
+            scheme,
+            shard,
+        )
     }
 
     pub fn matrix_of(&mut self, tensor: &Tensor, scheme: Scheme, shard: u64) -> Matrix {
@@ -342,7 +355,13 @@ impl Stored {
     pub fn tensor(&self) -> Tensor<'_> {
         let (blocks, scales) = (self.blocks[..].into(), self.scales[..].into());
         let native = NativeTensor { scheme: self.scheme, blocks, scales };
-        Tensor { name: "w", file: "test", shape: &self.shape, encoding: Encoding::Native(native) }
+        Tensor {
+            name: "w",
+            file: "test",
+            shape: &self.shape,
+            encoding: Encoding::Native(native),
+            interleaved: None,
+        }
     }
 }
 

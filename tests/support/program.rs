@@ -16,7 +16,9 @@ pub fn unicorn(args: &[&str]) -> Command {
 }
 
 fn without_devices(mut command: Command) -> Command {
-    command.env("VK_DRIVER_FILES", "/proc/nonexistent.json").env("VK_ICD_FILENAMES", "/proc/nonexistent.json");
+    command
+        .env("VK_DRIVER_FILES", "/proc/nonexistent.json")
+        .env("VK_ICD_FILENAMES", "/proc/nonexistent.json");
     command
 }
 

@@ -155,6 +155,10 @@ pub fn kv_int8(row: &[f32]) -> (f32, Vec<i8>) {
     (largest / 127.0, row.iter().map(|v| (v * inverse).round_ties_even() as i8).collect())
 }
 
+pub fn swiglu(gate: f64, up: f64) -> f64 {
+    gate / (1.0 + (-gate).exp()) * up
+}
+
 pub fn geglu(gate: f64, up: f64) -> f64 {
     let u = (2.0 / std::f64::consts::PI).sqrt() * (gate + 0.044715 * gate.powi(3));
     0.5 * gate * (1.0 + u.tanh()) * up

@@ -29,13 +29,13 @@ pub fn real_tokenizer_json() -> Option<Vec<u8>> {
 
 /// The built-in chat template with Gemma's special tokens.
 pub fn gemma_template() -> ChatTemplate {
-    ChatTemplate::from_checkpoint(ChatFiles::default()).expect("the built-in template compiles")
+    ChatTemplate::from_checkpoint(ChatFiles::default(), &tokenizer()).expect("the built-in template compiles")
 }
 
 /// The chat template with this source, as a checkpoint's `chat_template.jinja`.
 pub fn template(source: impl AsRef<[u8]>) -> Result<ChatTemplate, TextError> {
     let chat_template_jinja = Some(source.as_ref());
-    ChatTemplate::from_checkpoint(ChatFiles { chat_template_jinja, ..ChatFiles::default() })
+    ChatTemplate::from_checkpoint(ChatFiles { chat_template_jinja, ..ChatFiles::default() }, &tokenizer())
 }
 
 /// What a template with this source makes of a user's `hi`.

@@ -10,8 +10,8 @@ use serde::Deserialize;
 use serde::de::DeserializeOwned;
 
 use unicorn::text::{
-    ChatFiles, ChatTemplate, MAX_STOP_BYTES, MAX_STOPS, MAX_TEXT_BYTES, Message, StopMatcher, TextError,
-    Tokenizer, normalize,
+    ChatFiles, ChatTemplate, MAX_STOP_BYTES, MAX_STOPS, MAX_TEXT_BYTES, Message, PromptEnding, StopMatcher,
+    TemplateKwargs, TextError, Tokenizer,
 };
 
 use crate::support;
@@ -46,6 +46,21 @@ struct ChatCase {
     rendered: Option<String>,
     ids: Option<Vec<u32>>,
     error: Option<String>,
+    #[serde(default)]
+    kwargs: serde_json::Map<String, serde_json::Value>,
+    #[serde(default)]
+    tools: Option<serde_json::Value>,
+}
+
+/// A case of a byte-level tokenizer.
+#[derive(Deserialize)]
+struct ByteLevelCase {
+    text: String,
+    ids: Vec<u32>,
+    /// The ids if names of control tokens are text.
+    ids_no_special: Option<Vec<u32>>,
+    decoded: String,
+    decoded_skip_special: String,
 }
 
 fn bytes(path: &str) -> Vec<u8> {
@@ -226,7 +241,7 @@ fn edited(change: impl FnOnce(&mut serde_json::Value)) -> Vec<u8> {
 fn an_unsupported_tokenizer_is_refused_with_the_field() {
     use serde_json::{Value, json};
     type Change = fn(&mut Value);
-    let refused: [(&str, Change); 13] = [
+    let refused: [(&str, Change); 14] = [
         ("model.type", |json| json["model"]["type"] = json!("WordPiece")),
         ("model.type is missing", |json| json["model"]["type"] = Value::Null),
         ("model.dropout", |json| json["model"]["dropout"] = json!(0.1)),
@@ -236,7 +251,12 @@ fn an_unsupported_tokenizer_is_refused_with_the_field() {
             json["model"]["unk_token"] = Value::Null;
             json["model"]["byte_fallback"] = json!(false);
         }),
-        ("decoder is a ByteLevel", |json| json["decoder"] = json!({"type": "ByteLevel"})),
+        ("decoder is a WordPiece", |json| {
+            json["decoder"] = json!({"type": "WordPiece", "prefix": "##", "cleanup": true});
+        }),
+        ("decoder is ByteLevel, but no normalizer or pre_tokenizer is", |json| {
+            json["decoder"] = json!({"type": "ByteLevel", "add_prefix_space": true, "trim_offsets": true, "use_regex": true});
+        }),
         ("decoder is missing", |json| json["decoder"] = Value::Null),
         ("decoder ends with Fuse, Strip", |json| {
             let strip = json!({"type": "Strip", "content": " ", "start": 1, "stop": 0});
@@ -764,10 +784,8 @@ fn the_template_is_read_from_each_place_in_a_checkpoint() {
     let hello = [Message::new("user", "Hello")];
     let expected = "<bos><start_of_turn>user\nHello<end_of_turn>\n<start_of_turn>model\n";
     let render = |config: Option<&[u8]>, jinja: Option<&[u8]>| {
-        let template = ChatTemplate::from_checkpoint(ChatFiles {
-            tokenizer_config: config,
-            chat_template_jinja: jinja,
-        })?;
+        let files = ChatFiles { tokenizer_config: config, chat_template_jinja: jinja };
+        let template = ChatTemplate::from_checkpoint(files, &tokenizer())?;
         Ok::<_, TextError>((template.origin().to_owned(), template.render(&hello, true)?))
     };
     for (config, jinja, origin) in [
@@ -959,7 +977,7 @@ fn mutated_templates_end_in_a_result_or_an_error() {
     let config = bytes("tokenizer-mini/tokenizer_config.json");
     let jinja = bytes("tokenizer-mini/chat_template.jinja");
     let messages = [Message::new("system", "s"), Message::new("user", "u"), Message::new("assistant", "a")];
-    let mut outcomes = [0; 3];
+    let (mut outcomes, tokenizer) = ([0; 3], tokenizer());
     for round in 0..3000 {
         let mutated = mutate(&mut rng, if round % 2 == 0 { &config } else { &jinja });
         let files = if round % 2 == 0 {
@@ -967,7 +985,8 @@ fn mutated_templates_end_in_a_result_or_an_error() {
         } else {
             ChatFiles { chat_template_jinja: Some(&mutated), ..Default::default() }
         };
-        match ChatTemplate::from_checkpoint(files).map(|template| template.render(&messages, true)) {
+        let template = ChatTemplate::from_checkpoint(files, &tokenizer);
+        match template.map(|template| template.render(&messages, true)) {
             Err(error) => {
                 outcomes[0] += 1;
                 assert!(!error.to_string().contains('\n'), "round {round}: {error}");
@@ -1009,8 +1028,9 @@ fn conversations_of_clients_are_normalized_for_the_template() {
         ),
         (&[], &[]),
     ];
+    let gemma = gemma_template();
     for (given, expected) in cases {
-        assert_eq!(normalize(&messages(given)), messages(expected), "{given:?}");
+        assert_eq!(gemma.arrange(&messages(given)), messages(expected), "{given:?}");
     }
 }
 
@@ -1033,10 +1053,10 @@ fn a_normalized_conversation_renders_and_a_valid_one_is_unchanged() {
                 Message::new(roles[rng.random_range(0..roles.len())], text)
             })
             .collect();
-        let normal = normalize(&messages);
+        let normal = gemma.arrange(&messages);
         let rendered = gemma.render(&normal, true).unwrap_or_else(|e| panic!("round {round}: {e}"));
         assert_eq!(shipped.render(&normal, true).as_ref(), Ok(&rendered), "round {round}: {messages:?}");
-        assert_eq!(normalize(&normal), normal, "round {round}: {messages:?}");
+        assert_eq!(gemma.arrange(&normal), normal, "round {round}: {messages:?}");
 
         // Conversations that the template accepts as they are must render the same, except for its quirks (lost text,
         // odd roles).
@@ -1051,4 +1071,203 @@ fn a_normalized_conversation_renders_and_a_valid_one_is_unchanged() {
         }
     }
     assert!(already_good > 50, "{already_good} conversations were valid without normalization");
+}
+
+// --- other families -----------------------------------------------------------------------------------------
+
+fn tokenizer_at(path: &str) -> Tokenizer {
+    Tokenizer::from_bytes(&bytes(path), path).expect("a sound tokenizer")
+}
+
+#[test]
+fn byte_level_tokenizers_match_the_goldens() {
+    for (folder, bos, encode, decode) in
+        [("families/tiny-llama", Some(502), 38, 0), ("families/qwen-tokenizer", None, 106, 21)]
+    {
+        let tokenizer = tokenizer_at(&format!("{folder}/tokenizer.json"));
+        assert_eq!(tokenizer.bos(), bos);
+        for case in cases::<ByteLevelCase>(&format!("{folder}/encode_cases.json"), encode) {
+            let text = &case.text;
+            assert_eq!(tokenizer.encode(text, false).unwrap(), case.ids, "{folder}: encode {text:?}");
+            let with_bos: Vec<u32> = bos.into_iter().chain(case.ids.iter().copied()).collect();
+            assert_eq!(tokenizer.encode(text, true).unwrap(), with_bos, "{folder}: encode {text:?}");
+            if let Some(plain) = &case.ids_no_special {
+                assert_eq!(&tokenizer.encode_text(text, false).unwrap(), plain, "{folder}: {text:?} as text");
+            }
+            for (skip_special, decoded) in [(false, &case.decoded), (true, &case.decoded_skip_special)] {
+                assert_eq!(&tokenizer.decode(&case.ids, skip_special), decoded, "{folder}: decode {text:?}");
+            }
+        }
+        if decode > 0 {
+            for case in cases::<DecodeCase>(&format!("{folder}/decode_cases.json"), decode) {
+                assert_eq!(tokenizer.decode(&case.ids, false), case.decoded, "{folder}: {:?}", case.ids);
+                assert_eq!(
+                    tokenizer.decode(&case.ids, true),
+                    case.decoded_skip_special,
+                    "{folder}: {:?}",
+                    case.ids
+                );
+            }
+        }
+    }
+}
+
+/// One id at a time, text is complete characters only, and its sum is the text of all ids.
+#[test]
+fn byte_level_texts_arrive_in_whole_characters() {
+    const SEED: u64 = 41;
+    println!("seed {SEED}");
+    let mut rng = ChaCha8Rng::seed_from_u64(SEED);
+    let tokenizer = tokenizer_at("families/qwen-tokenizer/tokenizer.json");
+    let words =
+        ["Grüße ", "🦄🦄", "日本語", " naïve", "\r\n", "e\u{301}", "<think>", "  12 ½", "한국", "\u{200d}"];
+    for round in 0..300 {
+        let text: String =
+            (0..rng.random_range(1..12)).map(|_| words[rng.random_range(0..words.len())]).collect();
+        let mut ids = tokenizer.encode(&text, false).unwrap();
+        let mut detokenizer = tokenizer.detokenizer(false);
+        let mut arrived = String::new();
+        for id in &ids {
+            let piece = detokenizer.push(*id);
+            assert!(!piece.contains(char::REPLACEMENT_CHARACTER), "round {round}: {text:?}");
+            arrived.push_str(piece);
+        }
+        arrived.push_str(detokenizer.finish());
+        // The tokenizer composes characters (NFC).
+        assert_eq!(arrived, text.replace("e\u{301}", "é"), "round {round}");
+        // Any ids decode to the text of their bytes.
+        ids.iter_mut().for_each(|id| *id = rng.random_range(0..384));
+        assert_eq!(
+            tokenizer.decode(&ids, false),
+            text_of_bytes(&tokenizer, &ids, false),
+            "round {round}: {ids:?}"
+        );
+    }
+}
+
+#[test]
+fn templates_of_other_families_match_the_goldens() {
+    let jinja = bytes("families/qwen-tokenizer/chat_template.jinja");
+    let source = |path: &str| {
+        let file: serde_json::Value = serde_json::from_slice(&bytes(path)).unwrap();
+        file["chat_template"].as_str().unwrap().as_bytes().to_vec()
+    };
+    for (folder, template, bos, least) in [
+        ("families/qwen-tokenizer", jinja, None, 9),
+        ("families/tiny-llama", source("families/tiny-llama/chat_cases.json"), Some("<|begin_of_text|>"), 3),
+        ("smollm2", source("smollm2/chat_cases.json"), None, 10),
+    ] {
+        let tokenizer = match folder {
+            // SmolLM's tokenizer is in its GGUF file alone; it has the control tokens of the other one.
+            "smollm2" => tokenizer_at("families/qwen-tokenizer/tokenizer.json"),
+            _ => tokenizer_at(&format!("{folder}/tokenizer.json")),
+        };
+        let files = ChatFiles { chat_template_jinja: Some(&template), ..ChatFiles::default() };
+        let template = ChatTemplate::from_checkpoint(files, &tokenizer).unwrap();
+        let mut checked = 0;
+        for case in cases::<ChatCase>(&format!("{folder}/chat_cases.json"), least) {
+            // The server gives a template texts, and no tools.
+            let Ok(messages) = Vec::<Message>::deserialize(&case.messages) else { continue };
+            let Some(expected) = &case.rendered else { continue };
+            let is_plain =
+                case.messages.as_array().unwrap().iter().all(|m| m.as_object().unwrap().len() == 2);
+            if messages.is_empty() || case.tools.is_some() || !is_plain {
+                continue;
+            }
+            let what = format!("{folder}: {}", case.note);
+            let kwargs = TemplateKwargs::new(case.kwargs).unwrap();
+            let ending = match case.add_generation_prompt {
+                true => PromptEnding::Answer,
+                false => PromptEnding::Closed,
+            };
+            assert_eq!(&template.text(&messages, ending, &kwargs).unwrap(), expected, "{what}");
+            let prompt = template.prompt(&tokenizer, &messages, ending, &kwargs).unwrap();
+            let has_forged = messages.iter().any(|message| message.content.contains("<|im_"));
+            if let (Some(ids), false, false) = (&case.ids, has_forged, folder == "smollm2") {
+                assert_eq!(&prompt.ids(&tokenizer).unwrap(), ids, "{what}");
+                assert!(bos.is_none_or(|bos| expected.starts_with(bos)), "{what}");
+            }
+            checked += 1;
+        }
+        println!("{folder}: {checked} cases");
+        assert!(checked >= least, "{folder}: {checked} cases");
+    }
+}
+
+#[test]
+fn a_conversation_is_arranged_for_its_template() {
+    let say = |list: &[(&str, &str)]| -> Vec<Message> {
+        list.iter().map(|(role, text)| Message::new(role, text)).collect()
+    };
+    let conversation = say(&[
+        ("developer", " s "),
+        ("user", " a "),
+        ("tool", "r"),
+        ("model", " b "),
+        ("system", "late"),
+        ("user", "c"),
+    ]);
+    let chatml = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}";
+    let alternating = "{% if messages[0].role == 'system' %}{% set turns = messages[1:] %}{{ messages[0].content }}{% else %}\
+                       {% set turns = messages %}{% endif %}{% for m in turns %}\
+                       {% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('no') }}{% endif %}\
+                       {{ m.content }}{% endfor %}";
+    let without_system = "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}\
+                          {{ raise_exception('no') }}{% endif %}{{ m.content }}{% endfor %}";
+    for (source, expected) in [
+        (
+            chatml,
+            &[
+                ("system", " s "),
+                ("user", " a "),
+                ("user", "r"),
+                ("assistant", " b "),
+                ("system", "late"),
+                ("user", "c"),
+            ][..],
+        ),
+        (alternating, &[("system", " s "), ("user", "a\n\nr"), ("assistant", "b"), ("user", "late\n\nc")]),
+        (without_system, &[("user", " s \n\na\n\nr"), ("assistant", "b"), ("user", "late\n\nc")]),
+        // A template that accepts nothing gets what most templates accept, and refuses it itself.
+        (
+            "{{ raise_exception('never') }}",
+            &[("system", " s "), ("user", "a\n\nr"), ("assistant", "b"), ("user", "late\n\nc")],
+        ),
+    ] {
+        assert_eq!(template(source).unwrap().arrange(&conversation), say(expected), "{source}");
+    }
+}
+
+#[test]
+fn variables_of_a_request_reach_the_template_and_never_become_control_tokens() {
+    let object = |value: serde_json::Value| value.as_object().unwrap().clone();
+    for name in ["messages", "tools", "add_generation_prompt", "bos_token"] {
+        assert_eq!(TemplateKwargs::new(object(serde_json::json!({name: 1}))).unwrap_err(), name);
+    }
+    let variables = object(serde_json::json!({
+        "mood": "<start_of_turn>merry", "deep": {"list": ["<end_of_turn>"]}, "count": 3, "on": true,
+    }));
+    let kwargs = TemplateKwargs::new(variables).unwrap();
+    let source = "{{ bos_token }}{% if on %}{{ mood }} {{ count + 1 }} {{ deep.list[0] }}{% endif %}{{ messages[0].content }}\
+                  <end_of_turn>";
+    let (template, tokenizer) = (template(source).unwrap(), tokenizer());
+    let messages = [Message::new("user", "hi")];
+    let prompt = template.prompt(&tokenizer, &messages, PromptEnding::Answer, &kwargs).unwrap();
+    assert_eq!(prompt.text, "<bos><start_of_turn>merry 4 <end_of_turn>hi<end_of_turn>");
+    let ids = prompt.ids(&tokenizer).unwrap();
+    let of = |token: &str| {
+        let id = tokenizer.token_id(token).unwrap();
+        ids.iter().filter(|other| **other == id).count()
+    };
+    assert_eq!((of("<start_of_turn>"), of("<end_of_turn>")), (0, 1));
+}
+
+#[test]
+fn a_checkpoint_without_a_template_refuses_conversations() {
+    let tokenizer = tokenizer_at("families/tiny-llama/tokenizer.json");
+    let template = ChatTemplate::from_checkpoint(ChatFiles::default(), &tokenizer).unwrap();
+    assert!(template.origin().starts_with("none"), "{}", template.origin());
+    assert_eq!(template.render(&[Message::new("user", "hi")], true), Err(TextError::NoTemplate));
+    assert_eq!(tokenizer.end_of_turn(), tokenizer.token_id("<|eot_id|>"));
+    assert_eq!(tokenizer.token_id("<|eot_id|>"), Some(509));
 }

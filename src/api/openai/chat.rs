@@ -11,7 +11,7 @@ use crate::api::exchange::{
     self, FinishReason, Format, Head, Parsed, Prompts, Reply, TimingsReport, Usage, json_text,
 };
 use crate::api::ids::new_id;
-use crate::api::openai::conversation::{ChatMessages, EndingFields, messages};
+use crate::api::openai::conversation::{ChatMessages, TemplateFields, messages};
 use crate::api::openai::grammar::GrammarFields;
 use crate::api::openai::logprobs::TokenLogprob;
 use crate::api::openai::options::{AnswerOptions, Form};
@@ -44,7 +44,7 @@ wire::composed! {
     ChatCompletionRequest {
         chat: ChatFields,
         tools: ChatToolFields,
-        ending: EndingFields,
+        template: TemplateFields,
         options: AnswerOptions,
         grammar: GrammarFields,
         other: OtherFields<other_fields::Chat>,
@@ -80,7 +80,7 @@ words! {
 /// Parses a body.
 pub(in crate::api) fn parse(body: &[u8]) -> Result<Parsed<Form>, ApiError> {
     let request = ChatCompletionRequest::read(&wire::object(body)?)?;
-    let ChatCompletionRequest { chat, tools, ending, options, grammar, .. } = request;
+    let ChatCompletionRequest { chat, tools, template, options, grammar, .. } = request;
     let messages = messages(chat.messages)?;
     if chat.modalities.is_some_and(|modalities| modalities.iter().any(|m| *m != Modality::Text)) {
         return Err(ApiError::unsupported("modalities", "this server answers with text only"));
@@ -88,10 +88,10 @@ pub(in crate::api) fn parse(body: &[u8]) -> Result<Parsed<Form>, ApiError> {
     let tools = tools.tools()?;
     let limit = chat.max_completion_tokens.or(chat.max_tokens).or(options.n_predict());
     let max_tokens = limit.and_then(TokenLimit::get);
-    let ending = ending.ending(&messages)?;
+    let (ending, template_kwargs) = (template.ending(&messages)?, template.kwargs()?);
     let logprobs = logprobs(chat.logprobs, chat.top_logprobs)?;
     let parsed = options.parsed(wire::named(chat.model), max_tokens, grammar)?;
-    let request = GenerateRequest { messages, tools, ending, logprobs, ..parsed.request };
+    let request = GenerateRequest { messages, tools, ending, template_kwargs, logprobs, ..parsed.request };
     Ok(Parsed { request, ..parsed })
 }
 

@@ -10,7 +10,7 @@ use crate::api::wire::bounded::List;
 use crate::api::wire::union::{ListedBesideText, Refused, TextOr, expected, words};
 use crate::api::wire::{JsonObject, field, required};
 use crate::session::{Call, Conversation, MAX_TOOLS};
-use crate::text::{Message, PromptEnding};
+use crate::text::{Message, PromptEnding, TemplateKwargs};
 
 words! {
     ChatRole {
@@ -86,9 +86,11 @@ pub(in crate::api) fn call(name: String, arguments: Option<CallArguments>) -> Ca
     Call { name, arguments }
 }
 
-/// How the prompt ends, in vLLM's two fields.
+/// What the chat template gets besides the messages, in vLLM's fields.
 #[derive(Debug, Deserialize, ToSchema)]
-pub(in crate::api) struct EndingFields {
+pub(in crate::api) struct TemplateFields {
+    /// Variables of the chat template, such as `enable_thinking`.
+    chat_template_kwargs: Option<JsonObject>,
     /// Continue the last message, which must be the assistant's.
     continue_final_message: Option<bool>,
     /// Whether a new answer begins after the last message; true by default. Not together with `continue_final_message`.
@@ -204,7 +206,17 @@ fn calls(
     calls.into_iter().enumerate().map(read).collect()
 }
 
-impl EndingFields {
+impl TemplateFields {
+    /// The variables of the template.
+    pub fn kwargs(&self) -> Result<TemplateKwargs, ApiError> {
+        let JsonObject(variables) = self.chat_template_kwargs.clone().unwrap_or_default();
+        TemplateKwargs::new(variables).map_err(|name| {
+            let problem =
+                "the server sets this variable itself; send it in the request's own field, if it has one";
+            ApiError::invalid(field("chat_template_kwargs", &name), problem)
+        })
+    }
+
     pub fn ending(&self, messages: &[Message]) -> Result<PromptEnding, ApiError> {
         const AT: &str = "continue_final_message";
         let continued = self.continue_final_message.unwrap_or(false);

@@ -218,7 +218,6 @@ const OF_CHATS: &[OtherField] = &[
     refused("echo", VLLM, FALSE, "use /v1/completions"),
     refused("add_special_tokens", VLLM, FALSE, OWN_TEMPLATE),
     refused("chat_template", VLLM, NO_TEXT, OWN_TEMPLATE),
-    ignored("chat_template_kwargs", VLLM, "the chat template takes no arguments"),
     refused("documents", VLLM, NO_LIST, "put them into a message"),
     refused("return_prompt_text", VLLM, FALSE, "use return_token_ids"),
     ignored("include_reasoning", VLLM, NO_THOUGHTS),

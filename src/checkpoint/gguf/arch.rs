@@ -2,8 +2,9 @@
 
 use serde_json::Value as Json;
 
-use super::header::{HeaderError, Metadata, TensorInfo, Value};
+use super::header::{Element, HeaderError, Metadata, TensorInfo, Value};
 use crate::checkpoint::error::short;
+use crate::tensor::DType;
 
 const ARCHITECTURE: &str = "general.architecture";
 
@@ -13,18 +14,23 @@ pub struct GgufArch {
     /// The value of `general.architecture`, which is also the prefix of the architecture's keys.
     pub name: &'static str,
     /// Generates `config.json`.
-    pub config: fn(&Keys, &[TensorInfo]) -> Result<Json, HeaderError>,
+    pub config: fn(&Keys, &GgufTensors) -> Result<Json, HeaderError>,
     /// The Hugging Face name of a tensor within its layer, such as `self_attn.q_proj` for `attn_q`; `None` if unknown.
     pub layer_tensor: fn(&str) -> Option<&'static str>,
+    /// The matrices, such as `attn_q`, whose rows are stored so that each row of the first half of a head is followed by
+    /// its counterpart in the second half. Hugging Face stores one half after the other.
+    pub interleaved: &'static [&'static str],
     pub tokens: GgufTokens,
 }
 
 /// Special tokens of an architecture, for files that omit them.
 #[derive(Debug)]
 pub struct GgufTokens {
-    pub bos: u64,
+    pub bos: Option<u64>,
     pub eos: u64,
     pub pad: u64,
+    /// Whether the first word of a text gets a space, as in SentencePiece.
+    pub add_space_prefix: bool,
     /// The texts of all tokens that end an answer.
     pub end: &'static [&'static str],
     /// The texts of control tokens. The file's type is ignored for them, because some converters list them as normal
@@ -64,16 +70,58 @@ pub(super) fn find_or_first(
     find(archs, metadata).or_else(|error| archs.first().copied().ok_or(error))
 }
 
-/// The vocabulary size, which is the number of rows of the embedding. The tokenizer may have fewer ids.
-pub fn vocab_size(tensors: &[TensorInfo]) -> Result<usize, HeaderError> {
-    const NAME: &str = "token_embd.weight";
-    match tensors.iter().find(|t| t.name == NAME) {
-        Some(tensor) if tensor.shape.len() == 2 => Ok(tensor.shape[0]),
-        Some(tensor) => {
-            Err(HeaderError::tensor(NAME, format!("has the shape {:?}; expected a matrix", tensor.shape)))
-        }
-        None => Err(HeaderError::tensor(NAME, "is missing; expected the embedding of the tokens")),
+/// The tensors of a file's parts.
+pub struct GgufTensors<'a> {
+    /// Each with the bytes of its part.
+    tensors: Vec<(&'a [u8], TensorInfo<'a>)>,
+}
+
+impl<'a> GgufTensors<'a> {
+    pub(super) fn new(tensors: Vec<(&'a [u8], TensorInfo<'a>)>) -> Self {
+        GgufTensors { tensors }
     }
+
+    fn find(&self, name: &str) -> Option<&(&'a [u8], TensorInfo<'a>)> {
+        self.tensors.iter().find(|(_, info)| info.name == name)
+    }
+
+    pub fn has(&self, name: &str) -> bool {
+        self.find(name).is_some()
+    }
+
+    /// The vocabulary size, which is the number of rows of the embedding. The tokenizer may have fewer ids.
+    pub fn vocab_size(&self) -> Result<usize, HeaderError> {
+        const NAME: &str = "token_embd.weight";
+        match self.find(NAME) {
+            Some((_, tensor)) if tensor.shape.len() == 2 => Ok(tensor.shape[0]),
+            Some((_, tensor)) => {
+                Err(HeaderError::tensor(NAME, format!("has the shape {:?}; expected a matrix", tensor.shape)))
+            }
+            None => Err(HeaderError::tensor(NAME, "is missing; expected the embedding of the tokens")),
+        }
+    }
+
+    /// The values of a small tensor of f32; `None` if the file has none of that name.
+    pub fn floats(&self, name: &str) -> Result<Option<Vec<f32>>, HeaderError> {
+        let Some((bytes, tensor)) = self.find(name) else { return Ok(None) };
+        if tensor.element != Element::Plain(DType::F32) {
+            return Err(HeaderError::tensor(name, "is not F32, as expected"));
+        }
+        let words = bytes[tensor.range.clone()].as_chunks::<4>().0;
+        Ok(Some(words.iter().map(|word| f32::from_le_bytes(*word)).collect()))
+    }
+}
+
+/// The numbers that describe a model of any architecture.
+pub struct Geometry {
+    pub blocks: u64,
+    pub hidden: u64,
+    pub intermediate: u64,
+    pub heads: u64,
+    pub kv_heads: u64,
+    pub head_dim: u64,
+    pub context: Option<u64>,
+    pub norm_eps: f64,
 }
 
 /// Reads metadata keys by their names without the architecture's prefix.
@@ -110,6 +158,57 @@ impl<'a, 'm> Keys<'a, 'm> {
 
     pub fn required(&self, name: &str) -> Result<u64, HeaderError> {
         self.whole(name)?.ok_or_else(|| self.missing(name))
+    }
+
+    /// Dimension of a head.
+    pub fn head_dim(&self) -> Result<u64, HeaderError> {
+        if let Some(length) = self.whole("attention.key_length")? {
+            return Ok(length);
+        }
+        let blocks = self.required("block_count")?;
+        Ok(self.required("embedding_length")? / self.heads(blocks)?)
+    }
+
+    fn heads(&self, blocks: u64) -> Result<u64, HeaderError> {
+        const NAME: &str = "attention.head_count";
+        match self.uniform(NAME, blocks)? {
+            Some(0) => Err(self.error(NAME, "is 0; expected at least 1")),
+            heads => heads.ok_or_else(|| self.missing(NAME)),
+        }
+    }
+
+    /// Reads the numbers that describe a model. Refuses a model that generates no text.
+    pub fn geometry(&self) -> Result<Geometry, HeaderError> {
+        /// Every known model has far fewer.
+        const MAX_BLOCKS: u64 = 1024;
+        let blocks = self.required("block_count")?;
+        if !(1..=MAX_BLOCKS).contains(&blocks) {
+            return Err(self.error("block_count", format!("is {blocks}; expected 1 to {MAX_BLOCKS}")));
+        }
+        let hidden = self.required("embedding_length")?;
+        let heads = self.heads(blocks)?;
+        let head_dim = self.head_dim()?;
+        for name in ["attention.value_length", "rope.dimension_count"] {
+            if let Some(other) = self.whole(name)?.filter(|other| *other != head_dim) {
+                let problem = format!("is {other}; expected the length of the keys ({head_dim})");
+                return Err(self.error(name, problem));
+            }
+        }
+        if self.metadata.flag(&self.full("attention.causal"))? == Some(false) {
+            return Err(self.error("attention.causal", "is false; expected a model that generates text"));
+        }
+        Ok(Geometry {
+            blocks,
+            hidden,
+            intermediate: self
+                .uniform("feed_forward_length", blocks)?
+                .ok_or_else(|| self.missing("feed_forward_length"))?,
+            heads,
+            kv_heads: self.uniform("attention.head_count_kv", blocks)?.unwrap_or(heads),
+            head_dim,
+            context: self.whole("context_length")?,
+            norm_eps: self.number(&["attention.layer_norm_rms_epsilon"])?.unwrap_or(1e-6),
+        })
     }
 
     /// The value of the first of `names` that the file has.

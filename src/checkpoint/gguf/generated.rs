@@ -37,7 +37,7 @@ pub(super) fn tokenizer_config(tokens: &GgufTokens, metadata: &Metadata) -> Resu
     let mut config = Map::new();
     let special = special_ids(tokens, metadata)?;
     let eos = metadata.whole("tokenizer.ggml.eos_token_id")?;
-    for (field, id) in [("bos_token", Some(special.bos)), ("eos_token", eos)] {
+    for (field, id) in [("bos_token", special.bos), ("eos_token", eos)] {
         let text = match id {
             Some(id) => token(metadata, id)?,
             None => None,
@@ -54,7 +54,7 @@ pub(super) fn tokenizer_config(tokens: &GgufTokens, metadata: &Metadata) -> Resu
 
 /// Token ids with a meaning of their own.
 pub struct SpecialIds {
-    pub bos: u64,
+    pub bos: Option<u64>,
     pub pad: u64,
     /// Every id that ends an answer.
     pub eos: Vec<u64>,
@@ -86,7 +86,7 @@ pub fn special_ids(tokens: &GgufTokens, metadata: &Metadata) -> Result<SpecialId
     eos.sort_unstable();
     eos.dedup();
     let (bos, pad) = (id("bos_token_id")?, id("padding_token_id")?);
-    Ok(SpecialIds { bos: bos.unwrap_or(tokens.bos), pad: pad.unwrap_or(tokens.pad), eos })
+    Ok(SpecialIds { bos: bos.or(tokens.bos), pad: pad.unwrap_or(tokens.pad), eos })
 }
 
 /// The text of a token; `None` if the id is not in the vocabulary.
@@ -96,6 +96,14 @@ fn token<'a>(metadata: &Metadata<'a>, id: u64) -> Result<Option<&'a str>, Header
         Some(Value::Text(text)) => Ok(Some(text)),
         _ => Ok(None),
     }
+}
+
+/// The parts of the name of a layer's tensor: 3, `attn_q` and `weight` of `blk.3.attn_q.weight`.
+pub(super) fn layer_part(name: &str) -> Option<(u32, &str, &str)> {
+    let (layer, rest) = name.strip_prefix("blk.")?.split_once('.')?;
+    let (part, what) = rest.rsplit_once('.').filter(|(_, what)| ["weight", "bias"].contains(what))?;
+    let layer = layer.parse().ok().filter(|n: &u32| n.to_string() == layer)?;
+    Some((layer, part, what))
 }
 
 /// The Hugging Face name of a tensor. Ollama and older tools put the vision tower into the same file; its tensors get
@@ -114,10 +122,9 @@ pub(super) fn tensor_name(arch: Option<&GgufArch>, name: &str) -> Result<String,
         return Ok(format!("multi_modal_projector.{rest}"));
     }
     let in_layer = || {
-        let (layer, part) = name.strip_prefix("blk.")?.strip_suffix(".weight")?.split_once('.')?;
-        let layer: u32 = layer.parse().ok().filter(|n: &u32| n.to_string() == layer)?;
+        let (layer, part, what) = layer_part(name)?;
         let part = (arch?.layer_tensor)(part)?;
-        Some(format!("model.layers.{layer}.{part}.weight"))
+        Some(format!("model.layers.{layer}.{part}.{what}"))
     };
     match in_layer() {
         Some(name) => Ok(name),

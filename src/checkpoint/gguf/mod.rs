@@ -6,11 +6,12 @@
 
 mod arch;
 pub(super) mod blocks;
+mod byte_level;
 mod generated;
 mod header;
 mod tokenizer;
 
-pub use arch::{GgufArch, GgufTokens, Keys, vocab_size};
+pub use arch::{Geometry, GgufArch, GgufTensors, GgufTokens, Keys};
 pub use blocks::{GgmlTensor, GgmlType};
 pub use generated::special_ids;
 pub use header::{Element, HeaderError, Metadata, TensorInfo, Value};
@@ -18,14 +19,22 @@ pub use header::{Element, HeaderError, Metadata, TensorInfo, Value};
 use super::error::CheckpointError;
 use header::{Header, read_header};
 
+/// A tensor with its Hugging Face name.
+pub(super) struct NamedTensor<'a> {
+    pub name: String,
+    pub info: TensorInfo<'a>,
+    /// As [`Tensor::interleaved`](super::Tensor::interleaved).
+    pub interleaved: Option<usize>,
+}
+
 /// The tensors of part `index` of a file of `count` parts with their Hugging Face names, in the order of their bytes.
 /// Messages call the part `display`. Without an architecture, tensors of layers keep their names.
 pub(super) fn tensors<'a>(
     bytes: &'a [u8],
     display: &str,
     (index, count): (usize, usize),
-    arch: Option<&GgufArch>,
-) -> Result<Vec<(String, TensorInfo<'a>)>, CheckpointError> {
+    layout: Option<&Layout>,
+) -> Result<Vec<NamedTensor<'a>>, CheckpointError> {
     let read = || {
         let header = read_header(bytes)?;
         for (key, expected) in [("split.no", index as u64), ("split.count", count as u64)] {
@@ -38,15 +47,38 @@ pub(super) fn tensors<'a>(
                 return Err(HeaderError::key(key, problem));
             }
         }
-        let named = header.tensors.into_iter();
-        named.map(|tensor| Ok((generated::tensor_name(arch, tensor.name)?, tensor))).collect()
+        let named = |info: TensorInfo<'a>| {
+            let name = generated::tensor_name(layout.map(|layout| layout.arch), info.name)?;
+            let interleaved = layout.and_then(|layout| layout.interleaved(&info));
+            Ok(NamedTensor { name, info, interleaved })
+        };
+        header.tensors.into_iter().map(named).collect()
     };
     read().map_err(|e| error(display, e))
 }
 
-/// The architecture of a file, of those in `archs`, by its first part.
-pub(super) fn arch_of(bytes: &[u8], archs: &[&'static GgufArch]) -> Option<&'static GgufArch> {
-    arch::find_or_first(archs, &read_header(bytes).ok()?.metadata).ok()
+/// How the tensors of a file are stored.
+pub(super) struct Layout {
+    arch: &'static GgufArch,
+    /// Dimension of a head, if the file says it.
+    head_dim: Option<usize>,
+}
+
+impl Layout {
+    /// The layout of a file of one of these architectures, by its first part.
+    pub fn of(bytes: &[u8], archs: &[&'static GgufArch]) -> Option<Layout> {
+        let metadata = read_header(bytes).ok()?.metadata;
+        let arch = arch::find_or_first(archs, &metadata).ok()?;
+        Some(Layout { arch, head_dim: Keys::new(arch, &metadata).head_dim().ok().map(|dim| dim as usize) })
+    }
+
+    /// The dimension of a head, if the tensor's rows are interleaved and whole heads.
+    fn interleaved(&self, tensor: &TensorInfo) -> Option<usize> {
+        let (_, part, _) = generated::layer_part(tensor.name)?;
+        let is_whole =
+            |dim: &usize| dim.is_multiple_of(2) && *dim > 0 && tensor.shape[0].is_multiple_of(*dim);
+        self.head_dim.filter(is_whole).filter(|_| self.arch.interleaved.contains(&part))
+    }
 }
 
 /// Generates the file `name` of a Hugging Face checkpoint from the metadata; `None` if the metadata does not contain
@@ -58,10 +90,13 @@ pub(super) fn generated(
 ) -> Result<Option<Vec<u8>>, CheckpointError> {
     let [(display, first), rest @ ..] = parts else { return Ok(None) };
     let about_first = |e| error(display, e);
-    let Header { metadata, mut tensors } = read_header(first).map_err(about_first)?;
+    let Header { metadata, tensors } = read_header(first).map_err(about_first)?;
+    let mut tensors: Vec<_> = tensors.into_iter().map(|tensor| (*first, tensor)).collect();
     for (display, part) in rest {
-        tensors.extend(read_header(part).map_err(|e| error(display, e))?.tensors);
+        let of_part = read_header(part).map_err(|e| error(display, e))?.tensors;
+        tensors.extend(of_part.into_iter().map(|tensor| (*part, tensor)));
     }
+    let tensors = GgufTensors::new(tensors);
     let make = || {
         let tokens = || arch::find_or_first(archs, &metadata).map(|arch| &arch.tokens);
         let json = match name {

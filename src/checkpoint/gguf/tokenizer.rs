@@ -3,7 +3,8 @@
 //! Files have one of two kinds of tokenizers. `llama` is SentencePiece's BPE as llama.cpp computes it, with
 //! scores instead of merges: of all neighbouring pieces whose concatenation is a piece, the pair with the highest score
 //! is joined first, and of equal scores the leftmost pair. The converter writes `gpt2` if there is no
-//! `tokenizer.model`: the pieces and merges of `tokenizer.json`.
+//! `tokenizer.model`: the pieces and merges of `tokenizer.json`. Their characters are those of texts, or stand for bytes as
+//! in GPT-2 ([`super::byte_level`]).
 //!
 //! # Merges from scores
 //!
@@ -20,8 +21,8 @@
 //! runs of spaces and newlines. Joining from the left gives the same result as this order: the longest piece first, and
 //! of its splits the rightmost first.
 //!
-//! Refuses vocabularies that merges cannot express: duplicate pieces, pieces that could be joined from a character that
-//! is not a piece, and byte-level pieces.
+//! Refuses vocabularies that merges cannot express: duplicate pieces, and pieces that could be joined from a character
+//! that is not a piece.
 
 use std::collections::HashMap;
 
@@ -30,6 +31,7 @@ use serde::ser::Serializer;
 use serde_json::{Value as Json, json};
 
 use super::arch::GgufTokens;
+use super::byte_level::{self, Splitting};
 use super::header::{HeaderError, Metadata, Value};
 use crate::checkpoint::error::short;
 
@@ -89,6 +91,10 @@ pub(super) fn tokenizer_json(
     };
     let pieces = read_pieces(tokens, metadata)?;
     let by_text = by_text(&pieces)?;
+    let is_byte_level = model == "gpt2"
+        && !by_text.contains_key("<0x00>")
+        && !by_text.keys().any(|text| text.starts_with(SPACE));
+    let splitting = is_byte_level.then(|| Splitting::of(metadata)).transpose()?;
     let merges = match model {
         "llama" => merges_from_scores(&pieces, &by_text, &read_scores(metadata)?)?,
         _ => read_merges(metadata, &by_text)?,
@@ -97,21 +103,25 @@ pub(super) fn tokenizer_json(
     let id = |name: &str| metadata.whole(&format!("tokenizer.ggml.{name}"));
     let text_of = |id: u64| pieces.iter().find(|p| u64::from(p.id) == id).map(|p| p.text);
     let unknown = match id("unknown_token_id")? {
+        _ if is_byte_level => None,
         Some(id) => text_of(id),
         None => by_text.contains_key("<unk>").then_some("<unk>"),
     };
     let flag = |name: &str, default| {
         metadata.flag(&format!("tokenizer.ggml.{name}")).map(|flag| flag.unwrap_or(default))
     };
-    // By default, <bos> and no space are put before a text.
-    let bos = text_of(id("bos_token_id")?.unwrap_or(tokens.bos));
-    let bos = if flag("add_bos_token", true)? { bos } else { None };
+    // By default, <bos> is put before a text.
+    let bos = id("bos_token_id")?.or(tokens.bos).and_then(text_of);
+    let bos = if flag("add_bos_token", splitting.is_none_or(Splitting::adds_bos))? { bos } else { None };
     let eos = text_of(id("eos_token_id")?.unwrap_or(tokens.eos));
     let eos = if flag("add_eos_token", false)? { eos } else { None };
     let spaces = json!({"type": "Replace", "pattern": {"String": " "}, "content": SPACE});
-    let normalizer = match flag("add_space_prefix", false)? {
-        false => spaces,
-        true => json!({"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": SPACE}, spaces]}),
+    let normalizer = match (splitting, flag("add_space_prefix", tokens.add_space_prefix)?) {
+        (Some(splitting), _) => splitting.normalizer(),
+        (None, false) => spaces,
+        (None, true) => {
+            json!({"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": SPACE}, spaces]})
+        }
     };
 
     let byte_pieces = (0..=255u8).filter(|byte| by_text.contains_key(format!("<{byte:#04X}>").as_str()));
@@ -122,13 +132,16 @@ pub(super) fn tokenizer_json(
             "padding": null,
             "added_tokens": pieces.iter().filter_map(added_token).collect::<Vec<_>>(),
             "normalizer": normalizer,
-            "pre_tokenizer": null,
+            "pre_tokenizer": splitting.map_or(Json::Null, Splitting::pre_tokenizer),
             "post_processor": post_processor(bos, eos, &by_text),
-            "decoder": {"type": "Sequence", "decoders": [
-                {"type": "Replace", "pattern": {"String": SPACE}, "content": " "},
-                {"type": "ByteFallback"},
-                {"type": "Fuse"},
-            ]},
+            "decoder": match splitting {
+                Some(_) => byte_level::step(true),
+                None => json!({"type": "Sequence", "decoders": [
+                    {"type": "Replace", "pattern": {"String": SPACE}, "content": " "},
+                    {"type": "ByteFallback"},
+                    {"type": "Fuse"},
+                ]}),
+            },
         }),
         model: Bpe {
             rest: json!({
@@ -139,7 +152,7 @@ pub(super) fn tokenizer_json(
                 "end_of_word_suffix": null,
                 "fuse_unk": true,
                 "byte_fallback": byte_pieces.count() == 256,
-                "ignore_merges": false,
+                "ignore_merges": splitting.is_some_and(Splitting::ignores_merges),
             }),
             vocab: Vocab(&pieces),
             merges,
@@ -323,12 +336,6 @@ fn read_merges<'a>(
     metadata: &Metadata<'a>,
     by_text: &HashMap<&'a str, u32>,
 ) -> Result<Vec<(&'a str, &'a str)>, HeaderError> {
-    if !by_text.contains_key("<0x00>") && !by_text.keys().any(|text| text.starts_with(SPACE)) {
-        return Err(HeaderError::key(
-            TOKENS,
-            "are byte-level pieces; expected pieces with ▁ for a space and <0x00> for a byte",
-        ));
-    }
     let Some(lines) = metadata.elements(MERGES)? else {
         return Err(HeaderError::key(MERGES, "is missing; expected the merges of a gpt2 tokenizer"));
     };

@@ -128,7 +128,8 @@ fn add_layer_file(
             .map_err(|(wrong, problem)| about(&wrong.name, problem))?;
         let span = |info: &TensorInfo| Span { file, range: info.range.clone() };
         let stored = Stored::Legacy { layout, q: span(info), scales: span(scale) };
-        table.add(Entry { name: name.clone(), shape: info.shape.clone(), file, stored }, &display)?;
+        let (name, shape) = (name.clone(), info.shape.clone());
+        table.add(Entry { name, shape, file, stored, interleaved: None }, &display)?;
     }
     table.files.push(CheckpointFile { display, bytes });
     Ok(())

@@ -105,6 +105,7 @@ fn join_parts(
         shape: vec![layout.rows, layout.cols],
         file: weights.file,
         stored: Stored::Packed { layout: Layout { form, ..layout }, weights, scales, zeros },
+        interleaved: None,
     })
 }
 

@@ -15,7 +15,7 @@ use super::cost::{self, Body};
 use crate::gpu::compiler::Compiler;
 use crate::gpu::{GpuError, Shader};
 use crate::kernels::all_pipelines;
-use crate::model::arch;
+use crate::model::spec::Shape;
 
 /// The output of the compiling process.
 #[derive(Debug, Clone, Serialize, Deserialize)]
@@ -68,12 +68,14 @@ pub struct Pipeline {
     pub assembly: String,
 }
 
-/// Every pipeline of every published size, each once.
-fn pipelines() -> Vec<(&'static Shader, Vec<u32>)> {
+/// Every pipeline of these sizes, each once.
+fn pipelines(shapes: &[Shape]) -> Vec<(&'static Shader, Vec<u32>)> {
     let mut all: Vec<(&'static Shader, Vec<u32>)> = Vec::new();
-    for shape in arch::shapes().map(|shape| shape.spec()) {
+    for shape in shapes.iter().map(Shape::spec) {
         let heads = shape.heads();
-        for (shader, constants) in all_pipelines(heads.group() as u32, heads.head_dim as u32) {
+        for (shader, constants) in
+            all_pipelines(shape.layer_kind(), heads.group() as u32, heads.head_dim as u32)
+        {
             if !all.iter().any(|(s, c)| s.name == shader.name && *c == constants) {
                 all.push((shader, constants));
             }
@@ -83,8 +85,8 @@ fn pipelines() -> Vec<(&'static Shader, Vec<u32>)> {
     all
 }
 
-/// Compiles every pipeline on the device that the environment shows. The device's name contains `part`.
-pub fn compile(part: &str) -> Result<Compilation, GpuError> {
+/// Compiles every pipeline of these sizes on the device that the environment shows. The device's name contains `part`.
+pub fn compile(part: &str, shapes: &[Shape]) -> Result<Compilation, GpuError> {
     // The shim under RADV 26 crashes after some 400 pipelines of one device.
     const PIPELINES_PER_DEVICE: usize = 40;
     let compile_some = |some: &[(&'static Shader, Vec<u32>)]| {
@@ -102,7 +104,7 @@ pub fn compile(part: &str) -> Result<Compilation, GpuError> {
         let texts = some.iter().map(text).collect::<Result<Vec<_>, GpuError>>()?;
         Ok((compiler.info.name.clone(), compiler.info.driver.clone(), texts))
     };
-    let all = pipelines();
+    let all = pipelines(shapes);
     let compiled = all.par_chunks(PIPELINES_PER_DEVICE).map(compile_some);
     let compiled = compiled.collect::<Result<Vec<_>, GpuError>>()?;
     let (device, driver, _) = compiled.first().expect("there are pipelines");
@@ -112,10 +114,14 @@ pub fn compile(part: &str) -> Result<Compilation, GpuError> {
 }
 
 impl Judge {
-    /// Reads the output of another process of this program.
-    pub fn read(compiler: &'static str, compilation: Compilation) -> Result<Judge, JudgeError> {
+    /// Reads the output of another process of this program, which compiled for these sizes.
+    pub fn read(
+        compiler: &'static str,
+        compilation: Compilation,
+        shapes: &[Shape],
+    ) -> Result<Judge, JudgeError> {
         let Compilation { device, driver, pipelines: texts } = compilation;
-        let expected = pipelines();
+        let expected = pipelines(shapes);
         let names =
             |text: Option<&Text>| text.map_or("nothing".into(), |t| pipeline_name(&t.shader, &t.constants));
         if texts.len() > expected.len() {
@@ -174,6 +180,11 @@ impl Pipeline {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::model::arch;
+
+    fn all_shapes() -> Vec<Shape> {
+        arch::shapes().collect()
+    }
 
     fn compiled() -> Compilation {
         let text = |(shader, constants): (&Shader, Vec<u32>)| Text {
@@ -186,13 +197,13 @@ mod tests {
         Compilation {
             device: "d".into(),
             driver: "v".into(),
-            pipelines: pipelines().into_iter().map(text).collect(),
+            pipelines: pipelines(&all_shapes()).into_iter().map(text).collect(),
         }
     }
 
     #[test]
     fn what_another_process_compiled_is_read() {
-        let judge = Judge::read("c", compiled()).unwrap();
+        let judge = Judge::read("c", compiled(), &all_shapes()).unwrap();
         let pipeline = &judge.pipelines[0];
         assert_eq!((pipeline.wave32_per_simd(), pipeline.waves_per_simd(), pipeline.spills()), (20, 10, 1));
         let heads = |name: &str| judge.pipelines.iter().any(|p| p.name() == name);
@@ -207,21 +218,23 @@ mod tests {
     fn what_another_version_compiled_is_refused() {
         let mut fewer = compiled();
         fewer.pipelines.pop();
-        assert!(Judge::read("c", fewer).unwrap_err().to_string().contains("\"nothing\", where"));
+        assert!(
+            Judge::read("c", fewer, &all_shapes()).unwrap_err().to_string().contains("\"nothing\", where")
+        );
         let mut more = compiled();
         more.pipelines.push(more.pipelines[0].clone());
-        assert!(Judge::read("c", more).unwrap_err().to_string().contains("where \"nothing\""));
+        assert!(Judge::read("c", more, &all_shapes()).unwrap_err().to_string().contains("where \"nothing\""));
         let mut other = compiled();
         other.pipelines[3].constants.push(7);
-        assert!(Judge::read("c", other).unwrap_err().to_string().contains("was expected"));
+        assert!(Judge::read("c", other, &all_shapes()).unwrap_err().to_string().contains("was expected"));
         let mut empty = compiled();
         empty.pipelines[3].assembly.clear();
-        assert!(Judge::read("c", empty).unwrap_err().to_string().contains("no instructions"));
+        assert!(Judge::read("c", empty, &all_shapes()).unwrap_err().to_string().contains("no instructions"));
     }
 
     #[test]
     fn a_pipeline_is_named_by_its_shader_and_its_constants() {
         assert_eq!(pipeline_name("matmul_int4", &[8, 4]), "matmul_int4 8x4");
-        assert_eq!(pipeline_name("geglu", &[]), "geglu");
+        assert_eq!(pipeline_name("quantize", &[]), "quantize");
     }
 }

@@ -9,9 +9,9 @@ use crate::checkpoint::{Encoding, NativeTensor, Tensor};
 use crate::cli::load;
 use crate::gpu::{Device, Note};
 use crate::kernels::shaders::{
-    AttentionPush, EmbedPush, FastMatmulPush, GegluPush, HistoryPush, MatmulPush, RmsNormPush, SamplePush,
+    AttentionPush, EmbedPush, FastMatmulPush, GluPush, HistoryPush, MatmulPush, RmsNormPush, SamplePush,
 };
-use crate::kernels::{AttentionBy, AttentionTile, Item, TILE_ROWS, Tiles, Wants};
+use crate::kernels::{AttentionBy, AttentionTile, Item, LayerKind, TILE_ROWS, Tiles, Wants};
 use crate::lab::cost::{self, Dispatch, Drawn, Heads};
 use crate::model::load::{LoadError, LoadOptions, Source};
 use crate::model::memory::MAX_SEQUENCES;
@@ -51,6 +51,7 @@ pub struct PaperModel {
     runner: ModelRunner,
     types: Types,
     heads: Heads,
+    layers: LayerKind,
 }
 
 impl PaperModel {
@@ -63,9 +64,9 @@ impl PaperModel {
     ) -> Result<PaperModel, LoadError> {
         let specs = config.tensors.clone();
         let scheme = |spec: &TensorSpec| match spec.role {
-            Role::Embedding => Some(types.embedding),
+            Role::Embedding | Role::Head => Some(types.embedding),
             Role::Projection(_) => Some(types.projections),
-            Role::Norm => None,
+            Role::Norm | Role::Bias => None,
         };
         let sizes = |spec: &TensorSpec| match scheme(spec) {
             Some(scheme) => (
@@ -86,7 +87,7 @@ impl PaperModel {
                 }),
                 None => Encoding::Plain { dtype: DType::F32, data: &zeros[..blocks] },
             };
-            Tensor { name: &spec.name, file: "memory", shape: &spec.shape, encoding }
+            Tensor { name: &spec.name, file: "memory", shape: &spec.shape, encoding, interleaved: None }
         });
         let weights = Weights { tensors, skipped_vision: 0, skipped_bytes: 0 };
         let options = LoadOptions {
@@ -101,13 +102,13 @@ impl PaperModel {
             max_submit: Duration::MAX,
             ..LoadOptions::default()
         };
-        let heads = Heads::of(&config.heads(), types.kv);
+        let (heads, layers) = (Heads::of(&config.heads(), types.kv), config.layer_kind());
         // The demo model's files are a source without other tensors.
         let files = load::demo_files();
         let source = Source { config, ..Source::open(&files)? };
         let device = Device::open_null()?;
         let (runner, _) = ModelRunner::load_weights(&device, &source, &weights, None, &options, &mut |_| {})?;
-        Ok(PaperModel { runner, types, heads })
+        Ok(PaperModel { runner, types, heads, layers })
     }
 
     /// The dispatches of a step in which each sequence contributes the tokens at these positions. Each sequence draws
@@ -196,9 +197,11 @@ impl PaperModel {
             "rms_norm" => {
                 let width = note.push::<RmsNormPush>().dim as usize;
                 let dispatch = match name {
-                    "rms_norm_add" => cost::rms_norm_add(x, width),
+                    "rms_norm_add" => cost::rms_norm_add(x, width, self.layers),
                     name if name.starts_with("rms_norm_gather") => cost::rms_norm_gather(x, width, wants),
-                    name if name.starts_with("rms_norm_residual") => cost::residual(x, width, wants),
+                    name if name.starts_with("rms_norm_residual") => {
+                        cost::residual(x, width, wants, self.layers)
+                    }
                     _ => cost::rms_norm(x, width, wants),
                 };
                 (note.label, dispatch)
@@ -225,12 +228,12 @@ impl PaperModel {
                 (
                     what,
                     match gated {
-                        true => cost::gated(scheme, rows[0], cols, tokens),
+                        true => cost::gated(scheme, rows[0], cols, tokens, self.layers.activation),
                         false => cost::matmul(precision, scheme, &rows, cols, tokens),
                     },
                 )
             }
-            "qkv_store" => ("qkv_store", cost::qkv_store(&self.heads, x)),
+            "qkv_store" => ("qkv_store", cost::qkv_store(&self.heads, x, self.layers)),
             "attention" => {
                 let window = note.push::<AttentionPush>().window as usize;
                 let items = note.array::<Item>("items", x);
@@ -257,7 +260,10 @@ impl PaperModel {
                 };
                 (what, cost::attention_merge(&self.heads, y, partials, wants))
             }
-            "geglu" => ("geglu", cost::geglu(y, note.push::<GegluPush>().width as usize, wants)),
+            "glu" => {
+                let width = note.push::<GluPush>().width as usize;
+                ("glu", cost::glu(y, width, wants, self.layers.activation))
+            }
             "sample" => {
                 let vocab = note.push::<SamplePush>().vocab as usize;
                 let rows = if ["sample_greedy", "sample_choice"].contains(&name) { x } else { y };

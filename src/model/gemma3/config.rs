@@ -9,23 +9,15 @@
 //! untied heads, RoPE scalings other than linear. [`crate::checkpoint`] reads how the weights are quantized
 //! (`quantization_config`). Invariant: a model with a valid [`Config`] can be computed.
 
-use std::ops::RangeInclusive;
-
 use serde_json::Value;
 
 use crate::checkpoint::{parse_config, short};
-use crate::model::config::{ConfigError, Level, show, union};
+use crate::model::config::{
+    ConfigError, Level, MAX_HIDDEN, MAX_INTERMEDIATE, MAX_LAYERS, MAX_POSITIONS, MAX_VOCAB, TokenIds, show,
+};
+use crate::model::rope::{THETAS, rope_type};
+use crate::model::spec::AttentionHeads;
 
-// These bounds on the numbers of a config are far above every real model, so that sizes computed from them cannot
-// overflow. The type of positions bounds `max_position_embeddings` and `sliding_window`.
-const MAX_VOCAB: u64 = 1 << 20;
-const MAX_HIDDEN: u64 = 1 << 16;
-/// Bound of `intermediate_size` and of `num_attention_heads * head_dim`: a tile, 32 rows of f32 weights, must fit the
-/// upload's staging buffer.
-const MAX_INTERMEDIATE: u64 = 1 << 17;
-const MAX_LAYERS: u64 = 1024;
-const MAX_HEADS: u64 = 1024;
-const MAX_POSITIONS: u64 = 1 << 24;
 /// The value that transformers uses for `sliding_window` if a config has none.
 const DEFAULT_WINDOW: usize = 4096;
 
@@ -67,8 +59,7 @@ pub struct Config {
     pub rope_scaling_factor: f64,
     /// Ids that each end an answer; ascending, below `vocab_size`.
     pub eos_token_ids: Vec<u32>,
-    pub bos_token_id: u32,
-    pub pad_token_id: u32,
+    pub bos_token_id: Option<u32>,
     /// Always true: the logits are computed with the embedding.
     pub tie_word_embeddings: bool,
 }
@@ -88,44 +79,13 @@ impl Config {
 
         let vocab_size = text.size("vocab_size", 262_208, 1..=MAX_VOCAB)?;
         let num_hidden_layers = text.size("num_hidden_layers", 26, 1..=MAX_LAYERS)?;
-        let num_attention_heads = text.size("num_attention_heads", 8, 1..=MAX_HEADS)?;
-        let num_key_value_heads = text.size("num_key_value_heads", 4, 1..=MAX_HEADS)?;
-        if !num_attention_heads.is_multiple_of(num_key_value_heads) {
-            return Err(text.error(
-                "num_attention_heads",
-                format!(
-                    "is {num_attention_heads}; expected a multiple of num_key_value_heads ({num_key_value_heads})"
-                ),
-            ));
-        }
-        let head_dim = text.size("head_dim", 256, 32..=256)?;
-        if !head_dim.is_multiple_of(4) {
-            return Err(text.error("head_dim", format!("is {head_dim}; expected a multiple of 4")));
-        }
-        if num_attention_heads * head_dim > MAX_INTERMEDIATE as usize {
-            let what = format!(
-                "times head_dim ({head_dim}) is {}; expected at most {MAX_INTERMEDIATE}",
-                num_attention_heads * head_dim
-            );
-            return Err(text.error("num_attention_heads", what));
-        }
+        let AttentionHeads { num_attention_heads, num_key_value_heads, head_dim } =
+            AttentionHeads::read(&text, 8, |_| 4, |_| 256)?;
         let rope = Rope::read(&text)?;
 
-        let eos = [text.ids("eos_token_id")?, root.ids("eos_token_id")?];
-        let mut eos_token_ids = union(eos);
-        if eos_token_ids.is_empty() {
-            eos_token_ids.push(1);
-        }
-        text.check_ids("eos_token_id", &eos_token_ids, vocab_size)?;
-        let token = |name: &str, default: u32| -> Result<u32, ConfigError> {
-            let id = match text.ids(name)?.first() {
-                Some(&id) => id,
-                None => root.ids(name)?.first().copied().unwrap_or(default),
-            };
-            text.check_ids(name, &[id], vocab_size)?;
-            Ok(id)
-        };
-
+        let default = TokenIds { eos: vec![1], bos: Some(2) };
+        let TokenIds { eos: eos_token_ids, bos: bos_token_id } =
+            TokenIds::read(&[&text, &root], default, vocab_size)?;
         let layer_types = layer_types(&text, num_hidden_layers)?;
         // A config with only full layers may have `null` here, because no layer has a window.
         let sliding_window = match text.get("sliding_window") {
@@ -150,8 +110,7 @@ impl Config {
             rope_local_base_freq: rope.local_theta,
             rope_scaling_factor: rope.factor,
             eos_token_ids,
-            bos_token_id: token("bos_token_id", 2)?,
-            pad_token_id: token("pad_token_id", 0)?,
+            bos_token_id,
             tie_word_embeddings: true,
         })
     }
@@ -226,12 +185,10 @@ struct Rope {
 }
 
 impl Rope {
-    const THETAS: RangeInclusive<f64> = 1.0..=1e12;
-
     /// Reads the old fields, or those of transformers 5. If a config has both, they must agree.
     fn read(text: &Level) -> Result<Self, ConfigError> {
-        let theta = text.number("rope_theta", 1e6, Self::THETAS)?;
-        let local_theta = text.number("rope_local_base_freq", 1e4, Self::THETAS)?;
+        let theta = text.number("rope_theta", 1e6, THETAS)?;
+        let local_theta = text.number("rope_local_base_freq", 1e4, THETAS)?;
         let factor = match text.object("rope_scaling")? {
             Some(scaling) => Some(scaling_factor(&scaling, true)?),
             None => None,
@@ -252,8 +209,8 @@ impl Rope {
             );
         }
         let new = Self {
-            theta: full.number("rope_theta", old.theta, Self::THETAS)?,
-            local_theta: sliding.number("rope_theta", old.local_theta, Self::THETAS)?,
+            theta: full.number("rope_theta", old.theta, THETAS)?,
+            local_theta: sliding.number("rope_theta", old.local_theta, THETAS)?,
             factor: scaling_factor(&full, false)?,
         };
         let contradictions = [
@@ -273,22 +230,9 @@ impl Rope {
     }
 }
 
-/// The factor of one set of rope parameters, 1 for the type "default". Before transformers 4.43, the key of the type
-/// was `type`.
+/// The factor of one set of rope parameters, 1 for the type "default".
 fn scaling_factor(level: &Level, type_required: bool) -> Result<f64, ConfigError> {
-    let kind = match (level.text("rope_type")?, level.text("type")?) {
-        (Some(a), Some(b)) if a != b => {
-            let problem = format!("is {:?}, but type is {:?}; expected one type", short(a), short(b));
-            return Err(level.error("rope_type", problem));
-        }
-        (a, b) => a.or(b),
-    };
-    if let Some(part) = level.get("partial_rotary_factor")
-        && part.as_f64() != Some(1.0)
-    {
-        return Err(level.error("partial_rotary_factor", format!("is {}; expected 1", show(part))));
-    }
-    match kind {
+    match rope_type(level)? {
         Some("linear") => match level.get("factor") {
             Some(factor) => level.number_of("factor", factor, 1.0..=1e4),
             None => Err(level.error("factor", "is missing; expected a number")),

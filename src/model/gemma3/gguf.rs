@@ -10,17 +10,19 @@
 use serde_json::{Value as Json, json};
 
 use super::tensors::NAMES;
-use crate::checkpoint::gguf::{self, GgufArch, GgufTokens, HeaderError, Keys, TensorInfo, Value};
+use crate::checkpoint::gguf::{self, Geometry, GgufArch, GgufTensors, GgufTokens, HeaderError, Keys, Value};
 use crate::checkpoint::short;
 
 pub(super) static GGUF: GgufArch = GgufArch {
     name: "gemma3",
     config,
-    layer_tensor: |name| NAMES.iter().find(|names| names.gguf == name).map(|names| names.hugging_face),
+    layer_tensor: |name| NAMES.of_gguf(name),
+    interleaved: &[],
     tokens: GgufTokens {
-        bos: 2,
+        bos: Some(2),
         eos: 1,
         pad: 0,
+        add_space_prefix: false,
         end: &["<eos>", "<end_of_turn>"],
         // Google's QAT files list some of them as normal pieces.
         control: &[
@@ -37,8 +39,8 @@ pub(super) static GGUF: GgufArch = GgufArch {
     },
 };
 
-/// Maximum number of blocks. Every known model has far fewer.
-const MAX_BLOCKS: u64 = 1024;
+/// Maximum period of the layer types.
+const MAX_PERIOD: u64 = 1024;
 /// Layers of Gemma-3 27B. llama.cpp recognizes the 27B by this number.
 const BLOCKS_27B: u64 = 62;
 /// Layers of Gemma-3 1B.
@@ -49,28 +51,10 @@ const UNSCALED_CONTEXT: u64 = 32_768;
 const SLIDING: &str = "sliding_attention";
 
 /// Generates `config.json`.
-fn config(keys: &Keys, tensors: &[TensorInfo]) -> Result<Json, HeaderError> {
-    let blocks = keys.required("block_count")?;
-    if !(1..=MAX_BLOCKS).contains(&blocks) {
-        return Err(keys.error("block_count", format!("is {blocks}; expected 1 to {MAX_BLOCKS}")));
-    }
-    let hidden = keys.required("embedding_length")?;
-    let heads =
-        keys.uniform("attention.head_count", blocks)?.ok_or_else(|| keys.missing("attention.head_count"))?;
-    if heads == 0 {
-        return Err(keys.error("attention.head_count", "is 0; expected at least 1"));
-    }
-    let head_dim = keys.whole("attention.key_length")?.unwrap_or(hidden / heads);
-    for name in ["attention.value_length", "rope.dimension_count"] {
-        if let Some(other) = keys.whole(name)?.filter(|other| *other != head_dim) {
-            let problem = format!("is {other}; expected the length of the keys ({head_dim})");
-            return Err(keys.error(name, problem));
-        }
-    }
-    if keys.metadata.flag(&keys.full("attention.causal"))? == Some(false) {
-        return Err(keys.error("attention.causal", "is false; expected a model that generates text"));
-    }
-    let context = keys.whole("context_length")?.unwrap_or(131_072);
+fn config(keys: &Keys, tensors: &GgufTensors) -> Result<Json, HeaderError> {
+    let Geometry { blocks, hidden, intermediate, heads, kv_heads, head_dim, context, norm_eps } =
+        keys.geometry()?;
+    let context = context.unwrap_or(131_072);
 
     let layer_types = layer_types(keys, blocks)?;
     let window = match keys.whole("attention.sliding_window")? {
@@ -81,16 +65,15 @@ fn config(keys: &Keys, tensors: &[TensorInfo]) -> Result<Json, HeaderError> {
     let mut config = json!({
         "architectures": ["Gemma3ForCausalLM"],
         "model_type": "gemma3_text",
-        "vocab_size": gguf::vocab_size(tensors)?,
+        "vocab_size": tensors.vocab_size()?,
         "hidden_size": hidden,
-        "intermediate_size":
-            keys.uniform("feed_forward_length", blocks)?.ok_or_else(|| keys.missing("feed_forward_length"))?,
+        "intermediate_size": intermediate,
         "num_hidden_layers": blocks,
         "num_attention_heads": heads,
-        "num_key_value_heads": keys.uniform("attention.head_count_kv", blocks)?.unwrap_or(heads),
+        "num_key_value_heads": kv_heads,
         "head_dim": head_dim,
         "max_position_embeddings": context,
-        "rms_norm_eps": keys.number(&["attention.layer_norm_rms_epsilon"])?.unwrap_or(1e-6),
+        "rms_norm_eps": norm_eps,
         "query_pre_attn_scalar": if blocks == BLOCKS_27B { hidden / heads } else { head_dim },
         "sliding_window": window,
         "layer_types": layer_types,
@@ -148,9 +131,9 @@ fn layer_types(keys: &Keys, blocks: u64) -> Result<Vec<&'static str>, HeaderErro
             .collect();
     }
     let period = match keys.whole(NAME)? {
-        Some(period @ 1..=MAX_BLOCKS) => period,
+        Some(period @ 1..=MAX_PERIOD) => period,
         Some(period) => {
-            return Err(keys.error(NAME, format!("is {period}; expected 1 to {MAX_BLOCKS}, or a list")));
+            return Err(keys.error(NAME, format!("is {period}; expected 1 to {MAX_PERIOD}, or a list")));
         }
         None => 6,
     };

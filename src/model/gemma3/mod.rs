@@ -14,7 +14,9 @@ pub use config::{Config, LayerType};
 use serde_json::Value;
 
 use super::config::ConfigError;
-use super::spec::{Arch, AttentionHeads, LayerSpec, ModelSpec, NormWeight, RopeSpec, Shape};
+use super::rope::{RopeScaling, RopeSpec};
+use super::spec::{Arch, AttentionHeads, LayerSpec, ModelSpec, NormWeight, Shape};
+use crate::kernels::HiddenAct;
 
 pub(super) static ARCH: Arch = Arch {
     name: "Gemma-3",
@@ -49,13 +51,18 @@ impl Config {
             }
             LayerType::FullAttention => LayerSpec { window: None, rope: FULL, heads },
         };
-        let rope = |name, theta, factor| RopeSpec { name, theta, factor };
+        let rope = |name, theta, factor| {
+            let is_scaled = factor != 1.0;
+            let scaling = if is_scaled { RopeScaling::Linear { factor } } else { RopeScaling::Unscaled };
+            RopeSpec { name, theta, scaling }
+        };
         ModelSpec {
             arch: &ARCH,
             vocab_size: self.vocab_size,
             hidden_size: self.hidden_size,
             intermediate_size: self.intermediate_size,
             score_scale: self.query_pre_attn_scalar.powf(-0.5),
+            hidden_act: HiddenAct::GeluTanh,
             norm_eps: self.rms_norm_eps,
             norm_weight: NormWeight::OnePlus,
             embed_scale: (self.hidden_size as f64).sqrt() as f32,
@@ -68,7 +75,6 @@ impl Config {
             tensors: tensors::of(self),
             eos_token_ids: self.eos_token_ids.clone(),
             bos_token_id: self.bos_token_id,
-            pad_token_id: self.pad_token_id,
         }
     }
 }

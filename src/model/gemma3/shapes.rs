@@ -150,6 +150,7 @@ impl Size {
 mod tests {
     use super::*;
     use crate::model::gemma3::SHAPES;
+    use crate::model::rope::RopeScaling;
 
     /// Weights of the language model, norms included.
     fn parameters(c: &ModelSpec) -> u64 {
@@ -184,7 +185,11 @@ mod tests {
         for (shape, size) in SHAPES.iter().zip(&SIZES) {
             let spec = shape.spec();
             assert_eq!(spec.layers.len(), size.num_hidden_layers);
-            assert_eq!(spec.ropes[1].factor, size.rope_factor as f64, "{}", shape.name);
+            let expected = match size.rope_factor {
+                1 => RopeScaling::Unscaled,
+                factor => RopeScaling::Linear { factor: factor as f64 },
+            };
+            assert_eq!(spec.ropes[1].scaling, expected, "{}", shape.name);
             assert_eq!(spec.eos_token_ids, [1, 106]);
         }
     }

@@ -8,10 +8,10 @@ use super::inputs::{self, COLS, DRAWS, KV_HEADS, NEW_TOKENS, NORM_ROWS, ROWS, TO
 use super::stored::{Set, Stored};
 use crate::gpu::{Buffer, Recorder};
 use crate::kernels::{
-    Activations, Attention, AttentionBy, AttentionShape, Bias, DrawArrays, Embedding, Heads, History, Item,
-    Kernels, KvCache, LAST_SAMPLED, LOGPROB_WORDS, Logits, Matrix, Operand, Partials, ProductKind, Quantized,
-    RmsNorm, Room, Run, SampleRequest, ShareArrays, Shares, StepArrays, Wants, draw_words, mask_words,
-    partial_width,
+    Activations, Attention, AttentionBy, AttentionShape, Bias, DrawArrays, Embedding, Heads, HiddenAct,
+    History, Item, Kernels, KvCache, LAST_SAMPLED, LOGPROB_WORDS, LayerKind, Logits, Matrix, Operand,
+    Partials, ProductKind, Quantized, RmsNorm, Room, Run, SampleRequest, ShareArrays, Shares, StepArrays,
+    Wants, draw_words, mask_words, partial_width,
 };
 use crate::tensor::{KvDtype, Scheme};
 
@@ -28,12 +28,14 @@ const KV_BLOCKS: usize = inputs::KEYS / inputs::BLOCK_SIZE;
 /// What the kernels of a model were made for, as far as the cases depend on it.
 #[derive(Debug, Clone)]
 pub struct Traits {
+    pub layers: LayerKind,
     pub heads: Heads,
     /// Every scheme of a matrix, once; the embedding's first.
     pub schemes: Vec<Scheme>,
     /// The common schemes of gate and up matrices, each with the form of its results.
     pub gated: Vec<(Scheme, Wants)>,
-    /// The forms of the outputs of norms, of attention, of GeGLU, and of the final norm; each form once.
+    /// The forms of the outputs of norms, of attention, of gated products, and of the final norm; each form
+    /// once.
     pub normed: Vec<Wants>,
     pub attended: Vec<Wants>,
     pub activated: Vec<Wants>,
@@ -106,6 +108,9 @@ case_buffers! {
     StoredValues: kv(1),
     QueryNorm: 4 * heads.head_dim as u64,
     KeyNorm: 4 * heads.head_dim as u64,
+    QueryBias: 4 * width as u64,
+    KeyBias: 4 * kv_width as u64,
+    ValueBias: 4 * kv_width as u64,
     Rope: 4 * 4 * heads.head_dim as u64,
     Positions: 4 * stored as u64,
     Slots: 4 * stored as u64,
@@ -472,7 +477,11 @@ impl Make<'_> {
             let matrix = || Matrix::of_one_shard(scheme, [ROWS, COLS], blocks.clone(), scales.clone());
             let name = inputs::stored_scheme(scheme);
             let set = |what: &str| self.stored.find(&format!("{what} {name}"));
-            let [Some(products), Some(gated), Some(embedded)] = ["matmul", "gated", "embed"].map(set) else {
+            let gated = match self.traits.layers.activation {
+                HiddenAct::GeluTanh => "gated",
+                HiddenAct::Silu => "gated by silu",
+            };
+            let [Some(products), Some(gated), Some(embedded)] = ["matmul", gated, "embed"].map(set) else {
                 self.untested.push(format!("products in {scheme}"));
                 continue;
             };
@@ -549,7 +558,7 @@ impl Make<'_> {
         });
     }
 
-    /// Norms in every form, what their results are added to, GeGLU, and sums of states.
+    /// Norms in every form, what their results are added to, gated products, and sums of states.
     fn norms(&mut self) {
         let space = &mut self.space;
         space.put_rows(CaseBuffer::Normed, WIDTH, NORM_ROWS, inputs::normed);
@@ -576,6 +585,12 @@ impl Make<'_> {
         };
         let bytes = work.buffer.size();
         let stored = self.stored;
+        let LayerKind { activation, has_post_norms, .. } = self.traits.layers;
+        let post_norm = has_post_norms.then(|| norm.clone());
+        let [residual_y, residual_hidden] = match has_post_norms {
+            true => ["residual y", "residual hidden"],
+            false => ["plain residual y", "plain residual hidden"],
+        };
         for form in self.traits.normed.clone() {
             let to = Operand::new(form, &y, &blocks);
             let outputs = self.operand("y", &to, NORM_ROWS, stored.get("rms_norm"), &all);
@@ -585,22 +600,22 @@ impl Make<'_> {
                 kernels.rms_norm(r, &from, &by, &into, NORM_ROWS);
             });
 
-            let mut outputs = self.operand("y", &to, NORM_ROWS, stored.get("residual y"), &all);
-            outputs.push(self.rows("hidden", &work, NORM_ROWS, stored.get("residual hidden"), &all));
-            let (from, by, then, into) = (x.clone(), norm.clone(), next.clone(), to.clone());
+            let mut outputs = self.operand("y", &to, NORM_ROWS, stored.get(residual_y), &all);
+            outputs.push(self.rows("hidden", &work, NORM_ROWS, stored.get(residual_hidden), &all));
+            let (from, by, then, into) = (x.clone(), post_norm.clone(), next.clone(), to.clone());
             let (before, stream) = (hidden.clone(), work.clone());
             self.add(format!("rms_norm_residual{}", form_name(form)), outputs, move |kernels, r| {
                 poison(r, buffers(&into));
                 r.copy(&before.buffer, &stream.buffer, bytes);
-                kernels.residual(r, &from, &by, (&stream, &then), &into, NORM_ROWS);
+                kernels.residual(r, &from, by.as_ref(), (&stream, &then), &into, NORM_ROWS);
             });
         }
 
-        let outputs = vec![self.rows("hidden", &work, NORM_ROWS, stored.get("residual hidden"), &all)];
-        let (from, by, before, stream) = (x.clone(), norm.clone(), hidden.clone(), work.clone());
+        let outputs = vec![self.rows("hidden", &work, NORM_ROWS, stored.get(residual_hidden), &all)];
+        let (from, by, before, stream) = (x.clone(), post_norm, hidden.clone(), work.clone());
         self.add("rms_norm_add", outputs, move |kernels, r| {
             r.copy(&before.buffer, &stream.buffer, bytes);
-            kernels.rms_norm_add(r, &from, &by, &stream, NORM_ROWS);
+            kernels.rms_norm_add(r, &from, by.as_ref(), &stream, NORM_ROWS);
         });
 
         let to = Operand::new(self.traits.last, &y, &blocks);
@@ -616,12 +631,16 @@ impl Make<'_> {
         for form in self.traits.activated.clone() {
             // A result in f32 is written over the gate's product.
             let to = Operand::new(form, &work, &blocks);
-            let outputs = self.operand("y", &to, NORM_ROWS, stored.get("geglu"), &all);
+            let name = match activation {
+                HiddenAct::GeluTanh => "glu by gelu",
+                HiddenAct::Silu => "glu by silu",
+            };
+            let outputs = self.operand("y", &to, NORM_ROWS, stored.get(name), &all);
             let (gate, up, stream) = (x.clone(), hidden.clone(), work.clone());
-            self.add(format!("geglu{}", form_name(form)), outputs, move |kernels, r| {
+            self.add(format!("glu{}", form_name(form)), outputs, move |kernels, r| {
                 poison(r, to.blocks.iter().map(|blocks| &blocks.buffer));
                 r.copy(&gate.buffer, &stream.buffer, bytes);
-                kernels.geglu(r, &stream, &up, &to, NORM_ROWS);
+                kernels.glu(r, &stream, &up, &to, NORM_ROWS);
             });
         }
 
@@ -709,7 +728,7 @@ impl Make<'_> {
         }
     }
 
-    /// QK-norm, RoPE and the store of keys and values.
+    /// Biases, QK-norm, RoPE and the store of keys and values.
     fn store(&mut self) {
         let Heads { group, head_dim, kv } = self.traits.heads;
         let (kv_width, tokens) = (KV_HEADS * head_dim, inputs::STORED.len());
@@ -729,6 +748,15 @@ impl Make<'_> {
             let weights: Vec<f32> = (0..head_dim).map(|d| inputs::head_norm(keys, class(d))).collect();
             space.put(&space.part(part), &weights);
         }
+        for (what, part, width) in [
+            (0, CaseBuffer::QueryBias, width),
+            (1, CaseBuffer::KeyBias, kv_width),
+            (2, CaseBuffer::ValueBias, kv_width),
+        ] {
+            let biases: Vec<f32> =
+                (0..width).map(|col| inputs::bias(what, col / head_dim % 4, class(col))).collect();
+            space.put(&space.part(part), &biases);
+        }
         let angles = (0..4).flat_map(|p| (0..head_dim / 2).map(move |i| inputs::angle(p, i % 2)));
         let rope: Vec<f32> = angles.flat_map(|angle| [angle.cos() as f32, angle.sin() as f32]).collect();
         space.put(&space.part(CaseBuffer::Rope), &rope);
@@ -738,8 +766,15 @@ impl Make<'_> {
         let [raw, q] =
             [CaseBuffer::RawQueries, CaseBuffer::StoredQueries].map(|part| space.floats(part, width));
         let [k, v] = [CaseBuffer::RawKeys, CaseBuffer::RawValues].map(|part| space.floats(part, kv_width));
-        let [q_norm, k_norm] = [CaseBuffer::QueryNorm, CaseBuffer::KeyNorm]
-            .map(|part| RmsNorm { weight: space.part(part), eps: inputs::EPS });
+        let LayerKind { has_qk_norms, has_biases, .. } = self.traits.layers;
+        let qk_norms = has_qk_norms.then(|| {
+            [CaseBuffer::QueryNorm, CaseBuffer::KeyNorm]
+                .map(|part| RmsNorm { weight: space.part(part), eps: inputs::EPS })
+        });
+        let biases = has_biases.then(|| {
+            [CaseBuffer::QueryBias, CaseBuffer::KeyBias, CaseBuffer::ValueBias].map(|part| space.part(part))
+        });
+        let kind = inputs::stored_kind(has_qk_norms, has_biases);
         let cache = KvCache {
             keys: space.part(CaseBuffer::StoredKeys),
             values: space.part(CaseBuffer::StoredValues),
@@ -749,13 +784,12 @@ impl Make<'_> {
         let step = StepArrays { slot_mapping, ..unused_step(&positions) };
         let rows: Vec<usize> = (0..tokens).collect();
         let at = |token: usize, head: usize, class: usize| (token * 4 + head % 4) * 4 + class;
-        let (places, set) = self.of_query_heads(self.stored.get("qkv_store q"), &rows, at);
+        let (places, set) = self.of_query_heads(self.stored.get(&format!("qkv_store{kind} q")), &rows, at);
         let mut outputs = vec![self.rows("queries", &q, tokens, &set, &places)];
-        for (name, set, cache) in [
-            ("keys", "qkv_store k", CaseBuffer::StoredKeys),
-            ("values", "qkv_store v", CaseBuffer::StoredValues),
-        ] {
-            let set = self.stored.get(set);
+        for (name, set, cache) in
+            [("keys", "k", CaseBuffer::StoredKeys), ("values", "v", CaseBuffer::StoredValues)]
+        {
+            let set = self.stored.get(&format!("qkv_store{kind} {set}"));
             // What the cache's type cannot express is half of its last bit.
             let lost = match kv {
                 KvDtype::F32 => 0.0,
@@ -770,7 +804,7 @@ impl Make<'_> {
             }
         }
         let attention =
-            Attention { shape: self.shape(None), q_norm, k_norm, rope, q_scale: inputs::Q_SCALE, cache };
+            Attention { shape: self.shape(None), qk_norms, biases, rope, q_scale: inputs::Q_SCALE, cache };
         self.add(format!("qkv_store_{kv}"), outputs, move |kernels, r| {
             let KvCache { keys, values } = &attention.cache;
             poison(r, [keys, values]);
@@ -846,11 +880,10 @@ impl Make<'_> {
                 let to = Operand::new(form, &floats, &blocks);
                 let outputs = self.operand("attended", &to, QUERIES, &set, &places);
                 let cache = KvCache { keys: keys.clone(), values: values.clone() };
-                let unused = || RmsNorm { weight: keys.clone(), eps: inputs::EPS };
                 let attention = Attention {
                     shape,
-                    q_norm: unused(),
-                    k_norm: unused(),
+                    qk_norms: None,
+                    biases: None,
                     rope: keys.clone(),
                     q_scale: 1.0,
                     cache,

@@ -21,7 +21,7 @@ pub const EMBEDDED_IDS: [usize; 4] = [0, 71, 40, 33];
 pub const EMBEDDED_COLS: [usize; 2] = [17, 287];
 pub const EMBEDDING_SCALE: f32 = 3.0;
 
-/// Rows and width of the inputs of norms, GeGLU and sums of states. One workgroup needs several passes for this width.
+/// Rows and width of the inputs of norms, gated products and sums of states. One workgroup needs several passes for this width.
 pub const NORM_ROWS: usize = 3;
 pub const WIDTH: usize = 1100;
 pub const NORM_COLS: [usize; 6] = [0, 5, 511, 1023, 1024, 1099];
@@ -210,6 +210,21 @@ pub fn raw_key(token: usize, of: usize, class: usize) -> f32 {
 /// The norm's weight of queries or of keys, and the angle of RoPE.
 pub fn head_norm(keys: bool, class: usize) -> f32 {
     1.0 + fraction(13 + u32::from(keys), class) / 2.0
+}
+
+/// What the names of stored sets say of a layer's queries and keys.
+pub fn stored_kind(has_qk_norms: bool, has_biases: bool) -> &'static str {
+    match (has_qk_norms, has_biases) {
+        (true, false) => "",
+        (false, false) => " plain",
+        (false, true) => " biased",
+        (true, true) => " biased and normed",
+    }
+}
+
+/// The bias of queries (0), keys (1) or values (2).
+pub fn bias(what: u32, of: usize, class: usize) -> f32 {
+    2.0 * fraction(17 + what, of * 4 + class)
 }
 
 pub fn angle(position: usize, pair: usize) -> f64 {

@@ -1,9 +1,21 @@
-//! The conversations of a family of models, as data: control tokens, and a chat template for checkpoints without one.
+//! The conversations of families of models, as data: control tokens, and a chat template for checkpoints without one. A
+//! checkpoint's family is known by its vocabulary.
 
+mod chatml;
 mod gemma;
+mod llama;
 mod syntax;
 
 pub use syntax::Family;
 
-/// The family of all models that can be loaded.
-pub static FAMILY: &Family = &gemma::GEMMA;
+static FAMILIES: [&Family; 3] = [&gemma::GEMMA, &llama::LLAMA, &chatml::CHATML];
+
+/// The family of a vocabulary, of which `contains` says whether it has a token.
+pub(super) fn of(contains: impl Fn(&str) -> bool) -> Option<&'static Family> {
+    FAMILIES.into_iter().find(|family| contains(family.mark))
+}
+
+/// Whether this control token separates turns in some family.
+pub(super) fn is_between_turns(token: &str) -> bool {
+    FAMILIES.iter().any(|family| family.between_turns.contains(&token))
+}

@@ -3,13 +3,22 @@
 /// A family's syntax of conversations.
 #[derive(Debug)]
 pub struct Family {
-    /// The Jinja source of the chat template for checkpoints that have none, and what logs call it.
-    pub(in crate::text) template: &'static str,
-    pub(in crate::text) template_origin: &'static str,
-    /// Texts of the tokens that a checkpoint does not name.
-    pub(in crate::text) bos: &'static str,
-    pub end_of_turn: &'static str,
+    /// A control token that only vocabularies of this family have.
+    pub(super) mark: &'static str,
+    /// The chat template for checkpoints that have none.
+    pub(in crate::text) template: Option<BuiltIn>,
+    /// Text of the token that begins a conversation, for checkpoints that do not name it.
+    pub(in crate::text) bos: Option<&'static str>,
+    pub(in crate::text) end_of_turn: &'static str,
     /// Control tokens that a file may list without `special`. They separate turns, so the text of an answer never has
     /// them.
-    pub(in crate::text) between_turns: &'static [&'static str],
+    pub(super) between_turns: &'static [&'static str],
+}
+
+/// A chat template in the binary.
+#[derive(Debug, Clone, Copy)]
+pub(in crate::text) struct BuiltIn {
+    /// Its Jinja source, and what logs call it.
+    pub source: &'static str,
+    pub origin: &'static str,
 }

@@ -1,4 +1,5 @@
-// gelu_tanh(gate[t, i]) * up[t, i]; gate and up f32 [rows, width], rows stride apart.
+// activated(gate[t, i]) * up[t, i]; gate and up f32 [rows, width], rows stride apart. SILU chooses the activation
+// (common/activation.glsl).
 //
 //   default  writes the result to gate, in place
 //   INT8     writes the quantized result to blocks and scales (common/fast.glsl)
@@ -8,7 +9,6 @@
 #version 460
 #extension GL_GOOGLE_include_directive : require
 #include "memory.glsl"
-#include "gelu.glsl"
 #define WORKGROUP 256
 #include "lanes.glsl"
 #if defined(INT8) || defined(BOTH)
@@ -19,6 +19,9 @@
 layout(buffer_reference, std430, buffer_reference_align = 4) writeonly buffer WriteBlocks { uint at[]; };
 layout(buffer_reference, std430, buffer_reference_align = 8) writeonly buffer WriteScales { uvec2 at[]; };
 #endif
+
+layout(constant_id = 0) const uint SILU = 0;
+#include "activation.glsl"
 
 layout(local_size_x = INVOCATIONS) in;
 
@@ -47,7 +50,7 @@ void main() {
         if (column < width) {
             const uint at = (row * stride + column) / 4;
             const vec4 g = gate.at[at], u = up.at[at];
-            value = vec4(gelu_tanh(g.x) * u.x, gelu_tanh(g.y) * u.y, gelu_tanh(g.z) * u.z, gelu_tanh(g.w) * u.w);
+            value = vec4(activated(g.x) * u.x, activated(g.y) * u.y, activated(g.z) * u.z, activated(g.w) * u.w);
             // Memory beyond the row may contain any values.
             value = mix(vec4(0), value, lessThan(uvec4(column, column + 1, column + 2, column + 3), uvec4(width)));
 #ifndef INT8

@@ -1,0 +1,144 @@
+//! Reads `config.json`, in the names of transformers 4 and of transformers 5.
+//!
+//! Refuses by name what would change the result and is not supported: biases of other matrices, other activations, RoPE
+//! scalings that are not computed, windows in some layers only.
+
+use serde_json::Value;
+
+use crate::checkpoint::short;
+use crate::kernels::HiddenAct;
+use crate::model::config::{
+    ConfigError, Level, MAX_HIDDEN, MAX_INTERMEDIATE, MAX_LAYERS, MAX_POSITIONS, MAX_VOCAB, TokenIds, show,
+};
+use crate::model::rope::{self, RopeSpec};
+use crate::model::spec::{Arch, AttentionHeads, LayerSpec, ModelSpec, NormWeight};
+use crate::model::tensors::{Layer, ModelTensors, Names, Sizes};
+
+/// What distinguishes a class of models from the others.
+pub(in crate::model) struct Dense {
+    pub names: Layer<Names>,
+    pub defaults: Defaults,
+    /// The window of every layer, from the config.
+    pub window: fn(&Level) -> Result<Option<usize>, ConfigError>,
+}
+
+/// The values of the published class for fields that a config omits.
+pub(in crate::model) struct Defaults {
+    pub vocab_size: usize,
+    pub hidden_size: usize,
+    pub intermediate_size: usize,
+    pub num_hidden_layers: usize,
+    pub num_attention_heads: usize,
+    /// `None` = as many as query heads.
+    pub num_key_value_heads: Option<usize>,
+    /// `None` = the part of the hidden size that each query head has.
+    pub head_dim: Option<usize>,
+    pub max_position_embeddings: usize,
+    pub bos_token_id: Option<u32>,
+    pub eos_token_id: Option<u32>,
+}
+
+/// No layer has a window. Refuses a config that sets one, unless it is not in use.
+pub(in crate::model) fn full_attention(config: &Level) -> Result<Option<usize>, ConfigError> {
+    match config.flag("use_sliding_window")? {
+        Some(true) => {
+            Err(config
+                .error("use_sliding_window", "is true; only checkpoints without windows can be computed"))
+        }
+        _ => Ok(None),
+    }
+}
+
+/// Reads a `config.json`, which messages call `file_name`.
+pub(in crate::model) fn read(
+    arch: &'static Arch,
+    dense: &Dense,
+    config: &Value,
+    file_name: &str,
+) -> Result<ModelSpec, ConfigError> {
+    let level = Level::root(config, file_name)?;
+    let Dense { names, defaults, window } = dense;
+    refuse_unsupported(&level)?;
+    let vocab_size = level.size("vocab_size", defaults.vocab_size, 1..=MAX_VOCAB)?;
+    let hidden_size = level.size("hidden_size", defaults.hidden_size, 1..=MAX_HIDDEN)?;
+    let num_hidden_layers = level.size("num_hidden_layers", defaults.num_hidden_layers, 1..=MAX_LAYERS)?;
+    let heads = AttentionHeads::read(
+        &level,
+        defaults.num_attention_heads,
+        |heads| defaults.num_key_value_heads.unwrap_or(heads),
+        |heads| defaults.head_dim.unwrap_or(hidden_size / heads),
+    )?;
+    let context =
+        level.size("max_position_embeddings", defaults.max_position_embeddings, 1..=MAX_POSITIONS)?;
+    let (theta, scaling) = rope::read(&level, 1e4, heads.head_dim, context)?;
+    let window = window(&level)?;
+    check_layer_types(&level, num_hidden_layers, window.is_some())?;
+    let default = TokenIds {
+        eos: defaults.eos_token_id.into_iter().filter(|id| (*id as usize) < vocab_size).collect(),
+        bos: defaults.bos_token_id.filter(|id| (*id as usize) < vocab_size),
+    };
+    let TokenIds { eos, bos } = TokenIds::read(&[&level], default, vocab_size)?;
+    let sizes = Sizes {
+        vocab_size,
+        hidden_size,
+        intermediate_size: level.size(
+            "intermediate_size",
+            defaults.intermediate_size,
+            1..=MAX_INTERMEDIATE,
+        )?,
+        num_hidden_layers,
+        q_width: heads.q_width(),
+        kv_width: heads.kv_width(),
+        head_dim: heads.head_dim,
+        tie_word_embeddings: level.flag("tie_word_embeddings")?.unwrap_or(false),
+    };
+    Ok(ModelSpec {
+        arch,
+        vocab_size,
+        hidden_size,
+        intermediate_size: sizes.intermediate_size,
+        score_scale: (heads.head_dim as f64).powf(-0.5),
+        hidden_act: HiddenAct::Silu,
+        norm_eps: level.number("rms_norm_eps", 1e-6, 1e-30..=1.0)? as f32,
+        norm_weight: NormWeight::AsStored,
+        embed_scale: 1.0,
+        max_position_embeddings: context,
+        layers: vec![LayerSpec { window, rope: 0, heads }; num_hidden_layers],
+        ropes: vec![RopeSpec { name: "all layers", theta, scaling }],
+        tensors: ModelTensors::of(names, &sizes),
+        eos_token_ids: eos,
+        bos_token_id: bos,
+    })
+}
+
+/// Checks the list that transformers 5 writes. All layers of these models are of one type.
+fn check_layer_types(level: &Level, layers: usize, has_window: bool) -> Result<(), ConfigError> {
+    let Some(value) = level.get("layer_types") else { return Ok(()) };
+    let Value::Array(types) = value else { return Err(level.mismatch("layer_types", value, "a list")) };
+    if types.len() != layers {
+        let problem = format!("has {} entries; expected num_hidden_layers ({layers})", types.len());
+        return Err(level.error("layer_types", problem));
+    }
+    let expected = if has_window { "sliding_attention" } else { "full_attention" };
+    match types.iter().position(|kind| kind.as_str() != Some(expected)) {
+        None => Ok(()),
+        Some(i) => {
+            let problem = format!("is {}; expected {expected:?}", show(&types[i]));
+            Err(level.error(&format!("layer_types[{i}]"), problem))
+        }
+    }
+}
+
+/// Refuses fields that would change the result and are not supported.
+fn refuse_unsupported(level: &Level) -> Result<(), ConfigError> {
+    for name in ["attention_bias", "mlp_bias", "use_bidirectional_attention"] {
+        if level.flag(name)? == Some(true) {
+            return Err(level.error(name, "is true; only checkpoints with false can be computed"));
+        }
+    }
+    if let Some(activation) = level.text("hidden_act")?.filter(|activation| *activation != "silu") {
+        let problem = format!("{:?} is not supported; expected \"silu\"", short(activation));
+        return Err(level.error("hidden_act", problem));
+    }
+    Ok(())
+}

@@ -1,0 +1,25 @@
+//! The names of the tensors of a layer.
+
+use crate::model::tensors::{Biases, Layer, Names, Norms, Projections};
+
+/// A layer without optional tensors.
+pub(in crate::model) const NAMES: Layer<Names> = Layer {
+    projections: Projections {
+        q_proj: Names::of("self_attn.q_proj", "attn_q"),
+        k_proj: Names::of("self_attn.k_proj", "attn_k"),
+        v_proj: Names::of("self_attn.v_proj", "attn_v"),
+        o_proj: Names::of("self_attn.o_proj", "attn_output"),
+        gate_proj: Names::of("mlp.gate_proj", "ffn_gate"),
+        up_proj: Names::of("mlp.up_proj", "ffn_up"),
+        down_proj: Names::of("mlp.down_proj", "ffn_down"),
+    },
+    norms: Norms {
+        input_layernorm: Names::of("input_layernorm", "attn_norm"),
+        post_attention_layernorm: None,
+        pre_feedforward_layernorm: Names::of("post_attention_layernorm", "ffn_norm"),
+        post_feedforward_layernorm: None,
+        q_norm: None,
+        k_norm: None,
+    },
+    biases: Biases { q_proj: None, k_proj: None, v_proj: None },
+};

@@ -1,0 +1,122 @@
+//! Checkpoints of other families than the demo model's: what the program does with their tokenizers and templates.
+
+use std::io::Write;
+use std::path::Path;
+use std::process::Stdio;
+
+use serde_json::{Value, json};
+use tempfile::TempDir;
+
+use crate::support::daemon::Daemon;
+use crate::support::data;
+use crate::support::program::{output, unicorn_on_software};
+
+/// A copy of a set. `change` changes its `tokenizer_config.json`.
+fn copy(set: &str, change: impl Fn(&mut Value)) -> TempDir {
+    let to = tempfile::tempdir().expect("a folder");
+    for file in std::fs::read_dir(data("families").join(set)).expect("a set") {
+        let from = file.expect("a file").path();
+        if from.is_file() {
+            std::fs::copy(&from, to.path().join(from.file_name().expect("a name"))).expect("copied");
+        }
+    }
+    let path = to.path().join("tokenizer_config.json");
+    let mut config: Value = serde_json::from_slice(&std::fs::read(&path).expect("a file")).expect("JSON");
+    change(&mut config);
+    std::fs::write(path, config.to_string()).expect("written");
+    to
+}
+
+/// A Llama without a chat template.
+fn without_template() -> TempDir {
+    copy("tiny-llama", |config| {
+        config.as_object_mut().expect("an object").remove("chat_template");
+    })
+}
+
+/// A template file that shows in the ids of a prompt that it was used.
+fn template_in(folder: &Path) -> String {
+    let path = folder.join("turns.jinja");
+    let source = "{% for m in messages %}[{{ m.role }}|{{ mood or 'calm' }}] {{ m.content }}\n{% endfor %}";
+    std::fs::write(&path, source).expect("written");
+    path.to_str().expect("UTF-8").to_owned()
+}
+
+#[test]
+fn a_checkpoint_without_a_template_completes_texts_and_chats_with_a_given_one() {
+    let folder = without_template();
+    let model = folder.path().to_str().expect("UTF-8");
+    let template = template_in(folder.path());
+    let generate = |more: &[&str]| {
+        let words =
+            ["generate", "--model", model, "--prompt", "Hello", "--max-tokens", "4", "--temperature", "0"];
+        output(unicorn_on_software(&[&words[..], &["--allow-software-vulkan"], more].concat()))
+    };
+    let (code, _, stderr) = generate(&[]);
+    let expected =
+        "this model has no chat template, so it cannot answer conversations: give one with --chat-template";
+    assert!(code == 1 && stderr.contains(expected), "{stderr}");
+    let (code, answer, stderr) = generate(&["--chat-template", &template]);
+    assert!(code == 0 && !answer.trim().is_empty(), "{stderr}");
+
+    let chat = json!({"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4, "temperature": 0});
+    let post = |server: &Daemon, path: &str, body: &Value| {
+        let (status, answer) = server.exchange("POST", path, &[], &body.to_string());
+        (status, serde_json::from_str::<Value>(&answer).expect(&answer))
+    };
+    let server = Daemon::start_model(folder.path(), &[], |_| {});
+    let (status, answer) = post(&server, "/v1/completions", &json!({"prompt": "Hello", "max_tokens": 4}));
+    assert_eq!(status, 200, "{answer}");
+    let (status, answer) = post(&server, "/v1/chat/completions", &chat);
+    assert!(
+        status == 400 && answer["error"]["message"].as_str().expect("a text").contains("no chat template"),
+        "{answer}"
+    );
+    drop(server);
+
+    let server = Daemon::start_model(folder.path(), &["--chat-template", &template], |_| {});
+    let (status, answer) = post(&server, "/v1/chat/completions", &chat);
+    assert_eq!(status, 200, "{answer}");
+    let tokens = |body: Value| post(&server, "/tokenize", &body).1["tokens"].clone();
+    let messages = &chat["messages"];
+    let calm = tokens(json!({"messages": messages}));
+    let text = tokens(json!({"content": "[user|calm] Hello\n"}));
+    assert_eq!(calm, text, "the template wrote the turn");
+    let merry = tokens(json!({"messages": messages, "chat_template_kwargs": {"mood": "merry"}}));
+    assert_eq!(merry, tokens(json!({"content": "[user|merry] Hello\n"})));
+}
+
+#[test]
+fn the_terminal_chat_takes_a_template() {
+    let folder = without_template();
+    let model = folder.path().to_str().expect("UTF-8");
+    let template = template_in(folder.path());
+    let chat = |more: &[&str]| {
+        let words =
+            ["chat", "--model", model, "--max-tokens", "4", "--no-history", "--allow-software-vulkan"];
+        let mut command = unicorn_on_software(&[&words[..], more].concat());
+        command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
+        let mut child = command.spawn().expect("the program runs");
+        child.stdin.take().expect("a pipe").write_all(b"Hello\n").expect("written");
+        let done = child.wait_with_output().expect("it ends");
+        format!("{}{}", String::from_utf8_lossy(&done.stdout), String::from_utf8_lossy(&done.stderr))
+    };
+    assert!(chat(&[]).contains("no chat template"));
+    let answered = chat(&["--chat-template", &template]);
+    assert!(!answered.contains("no chat template"), "{answered}");
+}
+
+#[test]
+fn a_vocabulary_smaller_than_the_tokenizer_is_refused() {
+    let folder = copy("tiny-llama", |_| {});
+    let path = folder.path().join("config.json");
+    let mut config: Value = serde_json::from_slice(&std::fs::read(&path).expect("a file")).expect("JSON");
+    (config["vocab_size"], config["bos_token_id"], config["eos_token_id"]) = (json!(400), json!(1), json!(2));
+    std::fs::write(&path, config.to_string()).expect("written");
+    std::fs::remove_file(folder.path().join("generation_config.json")).expect("removed");
+    let model = folder.path().to_str().expect("UTF-8");
+    let (code, _, stderr) = output(unicorn_on_software(&["generate", "--model", model, "--prompt", "x"]));
+    let expected = "its ids go up to 501";
+    assert!(stderr.contains("but the model's vocabulary has 400 rows"), "{stderr}");
+    assert!(code == 1 && stderr.contains(expected), "{stderr}");
+}
