@@ -8,7 +8,7 @@ use serde_json::{Map, Value};
 
 use super::config::{ConfigError, GenerationConfig, Level, union};
 use super::spec::{Arch, ModelSpec, Shape};
-use super::{gemma3, llama, qwen2};
+use super::{gemma3, llama, qwen2, qwen3};
 use crate::checkpoint::gguf::GgufArch;
 use crate::checkpoint::{CheckpointError, ModelFiles, short};
 
@@ -16,7 +16,7 @@ const CONFIG_FILE: &str = "config.json";
 const GENERATION_CONFIG_FILE: &str = "generation_config.json";
 
 /// All architectures.
-static ARCHS: [&Arch; 3] = [&gemma3::ARCH, &llama::ARCH, &qwen2::ARCH];
+static ARCHS: [&Arch; 4] = [&gemma3::ARCH, &llama::ARCH, &qwen2::ARCH, &qwen3::ARCH];
 /// How GGUF files of each architecture are read.
 static GGUF_ARCHS: [&GgufArch; ARCHS.len()] = {
     let mut all = [ARCHS[0].gguf; ARCHS.len()];

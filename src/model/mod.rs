@@ -18,6 +18,7 @@ pub mod load;
 pub mod memory;
 pub mod offload;
 mod qwen2;
+mod qwen3;
 pub(crate) mod rates;
 pub mod rig;
 pub mod rope;

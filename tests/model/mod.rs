@@ -1,6 +1,7 @@
 //! Whole models on a device: goldens of each family, the demo model, the pools of KV blocks, placement in memory, the self-test and the tuner.
 
 mod demo;
+mod families;
 mod golden;
 mod heaps;
 mod kv_groups;

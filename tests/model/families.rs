@@ -1,0 +1,383 @@
+//! The dense families against the oracle: Llama, Mistral, Qwen 2, Qwen 3 (`tests/data/families/README.md`).
+//!
+//! The weakest likely mistake changes a logit by 3e-3 (another epsilon); the bound is 1e-3.
+
+use std::path::{Path, PathBuf};
+
+use serde_json::{Value, json};
+use tempfile::TempDir;
+use unicorn::checkpoint::Checkpoint;
+use unicorn::model::arch::{self, open_files};
+use unicorn::model::load::{LoadOptions, Source};
+use unicorn::model::model_runner::ModelRunner;
+use unicorn::model::weights::Weights;
+use unicorn::model::{Runner, SamplingParams, twin};
+use unicorn::tensor::{KvDtype, Precision, QuantizeMode};
+
+use crate::support::driver::{Driver, greedy, plain_sequence};
+use crate::support::goldens::{
+    Goldens, all_logits, check_prompts, load, load_files, max_difference, rows_at,
+};
+use crate::support::program::{printed, unicorn};
+use crate::support::{data, device};
+
+const BOUND: f32 = 1e-3;
+const SETS: [&str; 7] = [
+    "tiny-llama",
+    "tiny-llama-tied",
+    "tiny-mistral-null",
+    "tiny-mistral-window",
+    "tiny-qwen2",
+    "tiny-qwen3",
+    "tiny-qwen3-tied",
+];
+/// One model of each family.
+const FAMILIES: [&str; 4] = ["tiny-llama", "tiny-mistral-window", "tiny-qwen2", "tiny-qwen3"];
+
+fn folder(set: &str) -> PathBuf {
+    data("families").join(set)
+}
+
+/// A copy of a set with another `config.json`.
+fn with_config(set: &str, config: &Value) -> TempDir {
+    let to = tempfile::tempdir().unwrap();
+    for file in std::fs::read_dir(folder(set)).unwrap() {
+        let from = file.unwrap().path();
+        if from.is_file() {
+            std::fs::copy(&from, to.path().join(from.file_name().unwrap())).unwrap();
+        }
+    }
+    std::fs::write(to.path().join("config.json"), config.to_string()).unwrap();
+    to
+}
+
+fn config(set: &str, file: &str) -> Value {
+    serde_json::from_slice(&std::fs::read(folder(set).join(file)).unwrap()).unwrap()
+}
+
+fn check_logits(model: &mut ModelRunner, goldens: &Goldens, what: &str) {
+    for prompt in ["short", "mid", "long"] {
+        let tokens = goldens.tokens(&format!("tokens.{prompt}"));
+        let expected = goldens.view::<f32>(&format!("logits.{prompt}"));
+        let difference = max_difference(&all_logits(model, &tokens), &expected);
+        println!("{what} {prompt}: max |difference| {difference:.2e}");
+        assert!(difference <= BOUND, "{what} {prompt}: {difference}");
+    }
+}
+
+#[test]
+fn each_family_matches_the_oracle() {
+    for set in SETS {
+        let goldens = Goldens::open(&folder(set));
+        let mut model = load(&folder(set), &LoadOptions::default());
+        check_logits(&mut model, &goldens, set);
+        for prompt in ["short", "mid", "long"] {
+            let tokens = goldens.tokens(&format!("tokens.{prompt}"));
+            let expected = goldens.tokens(&format!("greedy.{prompt}.tokens"));
+            assert_eq!(greedy(&mut model, &tokens, expected.len(), 64, &[]), expected, "{set} {prompt}");
+        }
+    }
+}
+
+#[test]
+fn each_family_matches_its_dequantized_goldens() {
+    for set in SETS {
+        let goldens = Goldens::open(&folder(set));
+        for mode in [QuantizeMode::Int4G128, QuantizeMode::Int4G32, QuantizeMode::Int8Row] {
+            let name = mode.name().replace('-', "_");
+            let options = LoadOptions { quantize: mode, ..LoadOptions::default() };
+            let (of, what) = (format!("q.{name}."), format!("{set} {mode}"));
+            check_prompts(&mut load(&folder(set), &options), &goldens, &of, "q.", BOUND, &what);
+        }
+    }
+}
+
+#[test]
+fn configs_of_transformers_5_are_read_as_those_of_transformers_4() {
+    for set in ["tiny-llama", "tiny-llama-tied", "tiny-mistral-null", "tiny-mistral-window"] {
+        let read = |file: &str| arch::read(&config(set, file), file).unwrap();
+        let (old, new) = (read("config.json"), read("config.tf5.json"));
+        assert_eq!(old.ropes, new.ropes, "{set}");
+        assert_eq!((&old.layers, &old.tensors), (&new.layers, &new.tensors), "{set}");
+    }
+}
+
+#[test]
+fn yarn_matches_the_oracle() {
+    let goldens = Goldens::open(&folder("tiny-qwen3"));
+    let scaled = with_config("tiny-qwen3", &config("tiny-qwen3", "config_yarn.json"));
+    let mut model = load(scaled.path(), &LoadOptions::default());
+    let frequencies = model.config().ropes[0].frequencies(32);
+    for (got, expected) in frequencies.iter().zip(goldens.view::<f32>("yarn.inv_freq")) {
+        assert!((got / f64::from(expected) - 1.0).abs() < 1e-6, "{got} {expected}");
+    }
+    let vocab = model.config().vocab_size;
+    let mid = all_logits(&mut model, &goldens.tokens("tokens.mid"));
+    assert!(max_difference(&mid, &goldens.view("yarn.logits.mid")) <= BOUND);
+    let long = all_logits(&mut model, &goldens.tokens("tokens.long"));
+    let long = rows_at(&long, &goldens.tokens("yarn.positions.long"), vocab);
+    assert!(max_difference(&long, &goldens.view("yarn.logits.long")) <= BOUND);
+}
+
+#[test]
+fn gguf_files_match_the_oracle_with_their_weights() {
+    for (set, files) in [
+        ("tiny-llama", &["tiny-llama-F32", "tiny-llama-Q8_0", "tiny-llama-Q4_0"][..]),
+        ("tiny-qwen3", &["tiny-qwen3-Q4_K_M"]),
+    ] {
+        let folder = folder(set).join("gguf");
+        let base = Goldens::read(&folder.join("base.safetensors"));
+        for file in files {
+            let goldens = Goldens::read(&folder.join(format!("{file}.goldens.safetensors")));
+            let files = open_files(&folder.join(format!("{file}.gguf"))).unwrap();
+            let mut model = load_files(&files, &LoadOptions::default()).unwrap();
+            let vocab = model.config().vocab_size;
+            for prompt in ["short", "mid", "long"] {
+                let tokens = base.tokens(&format!("tokens.{prompt}"));
+                let all = all_logits(&mut model, &tokens);
+                let got = rows_at(&all, &base.tokens(&format!("positions.{prompt}")), vocab);
+                let exact = max_difference(&got, &goldens.view(&format!("exact.logits.{prompt}")));
+                println!("{file} {prompt}: max |difference| {exact:.2e}");
+                assert!(exact <= BOUND, "{file} {prompt}: {exact}");
+            }
+        }
+    }
+}
+
+/// The rows of queries and keys that a GGUF file interleaves are read in the order of the original checkpoint.
+#[test]
+fn interleaved_rows_are_read_in_the_original_order() {
+    let original = open_files(&folder("tiny-llama")).unwrap();
+    let file = open_files(&folder("tiny-llama").join("gguf/tiny-llama-F32.gguf")).unwrap();
+    let [original, file] = [&original, &file].map(|files| Checkpoint::open(files).unwrap());
+    let mut interleaved = 0;
+    for tensor in original.iter() {
+        let same = file.iter().find(|other| other.name == tensor.name);
+        let same = same.unwrap_or_else(|| panic!("{} is not in the file", tensor.name));
+        interleaved += usize::from(same.interleaved.is_some());
+        assert_eq!(same.to_f32().unwrap(), tensor.to_f32().unwrap(), "{}", tensor.name);
+    }
+    assert_eq!(interleaved, 6, "queries and keys of three layers");
+}
+
+/// Products have other tiles, layers other submits, and matrices other shards in each of these ways.
+#[test]
+fn chunks_batches_and_precisions_keep_the_contract_of_each_family() {
+    for (set, kv) in FAMILIES.into_iter().zip([KvDtype::F16, KvDtype::Int8, KvDtype::Int8, KvDtype::F16]) {
+        let goldens = Goldens::open(&folder(set));
+        let tokens = goldens.tokens("tokens.long");
+        let quantize = QuantizeMode::Int4G128Emb8;
+        let fast = LoadOptions { quantize, kv, precision: Precision::Fast, ..LoadOptions::default() };
+        let mut whole = load(&folder(set), &fast);
+        let expected = all_logits(&mut whole, &tokens);
+        for (max_batch_tokens, max_shard_bytes) in [(1, None), (7, Some(1)), (100, None)] {
+            let options = LoadOptions { max_batch_tokens, max_shard_bytes, ..fast };
+            let got = all_logits(&mut load(&folder(set), &options), &tokens);
+            assert!(got == expected, "{set}: chunks of {max_batch_tokens}, shards of {max_shard_bytes:?}");
+        }
+        let sequences = || {
+            (0..3)
+                .map(|id| plain_sequence(id, tokens[id as usize * 9..].to_vec(), SamplingParams::GREEDY, 12))
+        };
+        let limits = whole.limits().clone();
+        let together = Driver::new(&mut whole, limits.clone()).run(sequences().collect()).answers;
+        for sequence in sequences() {
+            let id = sequence.id;
+            let alone = Driver::new(&mut whole, limits.clone()).run(vec![sequence]).answers;
+            assert_eq!(alone[&id], together[&id], "{set}");
+        }
+    }
+}
+
+#[test]
+fn a_correct_device_passes_the_self_test_of_each_family() {
+    for set in FAMILIES {
+        for (quantize, precision, kv) in [
+            (QuantizeMode::None, Precision::F32, KvDtype::F32),
+            (QuantizeMode::Int4G128Emb8, Precision::Fast, KvDtype::Int8),
+            (QuantizeMode::Int8Row, Precision::Fast, KvDtype::F16),
+        ] {
+            let options = LoadOptions { quantize, precision, kv, ..LoadOptions::default() };
+            let mut model = load(&folder(set), &options);
+            let tested = model.self_test().unwrap_or_else(|error| panic!("{set} {quantize}: {error}"));
+            assert!(tested.untested.is_empty(), "{set}: {tested:?}");
+            if set == "tiny-qwen2" {
+                assert!(model.missed_damage().expect("right").is_empty());
+            }
+        }
+    }
+}
+
+/// The program converts each family, and the device computes what the CPU computed for every layer.
+#[test]
+fn each_family_is_quantized_and_its_layers_are_checked() {
+    let gguf = [("tiny-llama", "tiny-llama-Q4_0"), ("tiny-qwen3", "tiny-qwen3-Q4_K_M")];
+    let gguf = gguf.map(|(set, file)| folder(set).join(format!("gguf/{file}.gguf")));
+    let sources = FAMILIES.map(folder).into_iter().chain(gguf);
+    for source in sources {
+        let to = tempfile::tempdir().unwrap();
+        let native = to.path().join("native");
+        let path = |path: &Path| path.to_str().unwrap().to_owned();
+        printed(unicorn(&["quantize", &path(&source), &path(&native), "--scheme", "keep"]));
+        let [from, into] = [&source, &native].map(|path| open_files(path).unwrap());
+        let [mut stored, mut converted] = [&from, &into].map(|files| {
+            let options =
+                LoadOptions { precision: Precision::Fast, kv: KvDtype::F16, ..LoadOptions::default() };
+            load_files(files, &options).unwrap()
+        });
+        let layers = converted.config().layers.len();
+        assert_eq!(converted.self_test().expect("right").layers, Ok(layers), "{}", source.display());
+        let tokens: Vec<u32> = (0..30).map(|i| (i * 37 + 5) % 200).collect();
+        let same = all_logits(&mut stored, &tokens) == all_logits(&mut converted, &tokens);
+        assert!(same, "{}: other logits", source.display());
+    }
+}
+
+#[test]
+fn the_twin_of_the_forward_pass_matches_the_oracle_for_each_family() {
+    for set in SETS {
+        let (goldens, files) = (Goldens::open(&folder(set)), open_files(&folder(set)).unwrap());
+        let (spec, _) = arch::load(&files).unwrap();
+        let checkpoint = Checkpoint::open(&files).unwrap();
+        let weights = Weights::collect(&checkpoint, &spec).unwrap();
+        let (tokens, vocab) = (goldens.tokens("tokens.mid"), spec.vocab_size);
+        let expected = goldens.view::<f32>("logits.mid");
+        let values = twin::values_of(&checkpoint, &weights, &spec, tokens, vocab, &mut |_| {}).unwrap();
+        let off = max_difference(&values.logits.values, &expected[expected.len() - vocab..]);
+        assert!(off <= BOUND, "{set}: {off}");
+    }
+}
+
+#[test]
+fn configs_that_cannot_be_computed_are_refused_by_name() {
+    for (set, field, value, expected) in [
+        ("tiny-llama", "attention_bias", json!(true), "attention_bias is true; only checkpoints with false"),
+        ("tiny-llama", "mlp_bias", json!(true), "mlp_bias is true"),
+        (
+            "tiny-llama",
+            "hidden_act",
+            json!("gelu"),
+            "hidden_act \"gelu\" is not supported; expected \"silu\"",
+        ),
+        ("tiny-llama", "head_dim", json!(12), "head_dim is 12; expected a whole number from 16 to 256"),
+        ("tiny-llama", "head_dim", json!(18), "head_dim is 18; expected a multiple of 4 from 16 to 256"),
+        ("tiny-llama", "num_key_value_heads", json!(3), "expected a multiple of num_key_value_heads (3)"),
+        (
+            "tiny-llama",
+            "rope_scaling",
+            json!({"rope_type": "dynamic", "factor": 2.0}),
+            "rope_scaling.rope_type \"dynamic\" is not supported; expected \"default\", \"linear\", \"llama3\" or \
+             \"yarn\"",
+        ),
+        (
+            "tiny-llama",
+            "rope_scaling",
+            json!({"type": "longrope"}),
+            "rope_scaling.rope_type \"longrope\" is not",
+        ),
+        (
+            "tiny-llama",
+            "rope_scaling",
+            json!({"rope_type": "llama3", "factor": 8.0}),
+            "rope_scaling.low_freq_factor is missing; expected a number",
+        ),
+        (
+            "tiny-llama",
+            "rope_parameters",
+            json!({"rope_type": "default", "rope_theta": 1e4}),
+            "rope_theta contradicts rope_parameters",
+        ),
+        ("tiny-llama", "layer_types", json!(["full_attention"]), "layer_types has 1 entries; expected"),
+        (
+            "tiny-qwen3",
+            "layer_types",
+            json!(["full_attention", "sliding_attention", "full_attention"]),
+            "layer_types[1] is \"sliding_attention\"; expected \"full_attention\"",
+        ),
+        ("tiny-qwen3", "attention_bias", json!(true), "attention_bias is true"),
+        ("tiny-qwen2", "use_sliding_window", json!(true), "use_sliding_window is true"),
+        (
+            "tiny-qwen2",
+            "rope_scaling",
+            json!({"rope_type": "yarn", "factor": 4.0, "mscale": 1.0}),
+            "rope_scaling.mscale is 1.0; expected null: it is not computed",
+        ),
+        (
+            "tiny-qwen2",
+            "model_type",
+            json!("mamba"),
+            "model_type \"mamba\" is not supported; expected \"gemma3\" or",
+        ),
+    ] {
+        let mut config = config(set, "config.json");
+        config[field] = value;
+        let error = arch::read(&config, "config.json").expect_err(field).to_string();
+        assert!(error.contains(expected) && error.lines().count() == 1, "{error}");
+        assert!(error.starts_with("config.json: "), "{error}");
+    }
+}
+
+#[test]
+fn tensors_that_do_not_match_the_config_are_refused_by_name() {
+    for (set, field, value, expected) in [
+        ("tiny-llama-tied", "tie_word_embeddings", json!(false), "tensor lm_head.weight is missing"),
+        (
+            "tiny-llama",
+            "tie_word_embeddings",
+            json!(true),
+            "tensor lm_head.weight is not equal to the embedding",
+        ),
+        ("tiny-llama", "intermediate_size", json!(96), "(intermediate_size, hidden_size)"),
+        ("tiny-llama", "num_hidden_layers", json!(2), "beyond the layers of config.json"),
+        ("tiny-qwen2", "model_type", json!("llama"), "no part of a Llama language model"),
+        ("tiny-qwen3", "model_type", json!("qwen2"), "self_attn.q_proj.bias"),
+        ("tiny-llama", "model_type", json!("qwen3"), "self_attn.q_norm.weight"),
+    ] {
+        let mut config = config(set, "config.json");
+        config[field] = value;
+        if field == "num_hidden_layers" {
+            config.as_object_mut().unwrap().remove("layer_types");
+        }
+        let changed = with_config(set, &config);
+        let files = open_files(changed.path()).unwrap();
+        let error = Source::open(&files).unwrap().weights().expect_err(field).to_string();
+        assert!(error.contains(expected) && error.lines().count() == 1, "{set} {field}: {error}");
+    }
+}
+
+/// A published count includes every weight and norm once.
+#[test]
+fn the_published_shapes_have_the_published_numbers_of_parameters() {
+    for (name, parameters) in [
+        ("smollm2-135m", 134_515_008u64),
+        ("llama-3.2-1b", 1_235_814_400),
+        ("llama-3.2-3b", 3_212_749_824),
+        ("mistral-7b-v0.3", 7_248_023_552),
+        ("llama-3.1-8b", 8_030_261_248),
+        ("qwen2.5-0.5b", 494_032_768),
+        ("qwen2.5-7b", 7_615_616_512),
+        ("qwen3-0.6b", 596_049_920),
+        ("qwen3-4b", 4_022_468_096),
+        ("qwen3-8b", 8_190_735_360),
+    ] {
+        let spec = arch::shape(name).unwrap().spec();
+        let sum: u64 = spec.tensors.iter().map(|tensor| tensor.elements()).sum();
+        assert_eq!(sum, parameters, "{name}");
+    }
+}
+
+/// One model drafts for another of the same vocabulary, and the answer stays as it is.
+#[test]
+fn a_model_of_the_family_can_be_its_draft() {
+    use unicorn::model::draft::{self, Drafted};
+    let files = open_files(&folder("tiny-qwen3")).unwrap();
+    let tokens = Goldens::open(&folder("tiny-qwen3")).tokens("tokens.mid");
+    let options = LoadOptions { sequences: 4, ..LoadOptions::default() };
+    let expected = greedy(&mut load(&folder("tiny-qwen3"), &options), &tokens, 20, 64, &[]);
+    let [model, draft_model] = [&files, &files].map(|files| Source::open(files).unwrap());
+    let (model, draft_model) = draft::load(&device(), &model, &draft_model, &options, &mut |_| {}).unwrap();
+    let mut drafted = Drafted::new(model, draft_model);
+    let limits = drafted.limits().clone();
+    let sequence = plain_sequence(0, tokens, SamplingParams::GREEDY, 20);
+    assert_eq!(Driver::new(&mut drafted, limits).run(vec![sequence]).answers[&0], expected);
+}
