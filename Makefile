@@ -1,12 +1,14 @@
 # Unicorn Execution Engine. Two commands do everything: `make serve` and `make test`.
 #
 #   make serve                     install what is missing, build, serve the demo model on 127.0.0.1:8010
-#   make serve ARGS="--model DIR"  serve with options of `unicorn serve`
+#   make serve MODEL=smollm2       the same with SmolLM2-135M, a small trained model: a download of 98 MB; MODEL=DIR serves another
+#   make serve ARGS="--context 4096"  serve with options of `unicorn serve`
 #   make test                      everything the tests need, then all tests; the last line counts them
 #   make check                     format, import rules, engine, API and text without a GPU; under 2 minutes after a change
 #   make test-clients              only the tests in which clients from the package registries use a server
 #   make test-lm-eval              lm-eval with a server, compared with `unicorn eval`; a GiB of Python packages
 #   make test-scaling              two servers behind HAProxy and the LiteLLM proxy, one killed; 750 MB of packages, minutes
+#   make test-real                 all tests with SmolLM2, where `make test` uses only the quick ones
 #   make test-demo                 all questions of the demo model's set, where `make test` uses only the quick ones
 #   make page-libraries            build src/api/page/libraries again, after a change in tools/page_libraries; needs npm
 #   make test-openwebui            install Open WebUI (2 GB of disk), and test it with a browser and a server; minutes
@@ -45,10 +47,13 @@ UNICORN := target/debug/unicorn
 PREFIX ?= /usr/local
 DESTDIR ?=
 ARGS ?=
+MODEL ?=
+# A model that this Makefile fetches; the others are for --model.
+SMOLLM2 := .cache/smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
 SERVE_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-test setup-devices test-devices npu-shim build lab check serve bench bench-step bench-host bench-serve gpu-bench test test-clients test-lm-eval test-scaling test-demo page-libraries test-openwebui test-27b test-fresh test-service test-packages release test-release conformance edges test-faults soak install uninstall lint clean
+.PHONY: help setup setup-test setup-devices test-devices npu-shim build lab check serve bench bench-step bench-host bench-serve gpu-bench test test-clients test-lm-eval test-scaling test-demo test-real smollm2 page-libraries test-openwebui test-27b test-fresh test-service test-packages release test-release conformance edges test-faults soak install uninstall lint clean
 
 help:
 	@sed -n 's/^#   //p' $(firstword $(MAKEFILE_LIST))
@@ -75,8 +80,12 @@ build: setup
 lab: setup
 	cargo build --locked --bins
 
-serve: build
-	@tools/with_device.sh $(UNICORN) serve $(ARGS)
+serve: build $(if $(filter smollm2,$(MODEL)),smollm2)
+	@tools/with_device.sh $(UNICORN) serve $(if $(MODEL),--model $(patsubst smollm2,$(SMOLLM2),$(MODEL))) $(ARGS)
+
+smollm2:
+	@python3 tools/setup.py smollm2
+	@tools/fetch_smollm2.sh
 
 # This target does not build, because root's cargo would leave files that belong to root.
 release:
@@ -140,6 +149,9 @@ test-lm-eval: setup-test
 
 test-scaling: build setup-test
 	@python3 tools/test.py all-scaling
+
+test-real: setup-test smollm2
+	UNICORN_TEST_REAL=all cargo test --locked --test suite smollm2:: -- --nocapture
 
 test-demo: setup-test
 	UNICORN_TEST_DEMO=all cargo test --locked --test suite demo:: -- --nocapture

@@ -2,6 +2,7 @@
 """Installs the packages that running or testing Unicorn needs and this machine lacks.
 
     tools/setup.py run     the Vulkan loader and Mesa's Vulkan drivers, version 24 or later
+    tools/setup.py smollm2 the packages of `run`, and Python's venv module, to fetch SmolLM2
     tools/setup.py test    also the validation layers, curl, Python's venv module and systemd-analyze; and Chromium,
                            Node.js, npm and HAProxy for the tests of the page, of clients and of several servers,
                            which are skipped without them
@@ -67,7 +68,7 @@ MEASURE = RUN + [Need("fio")]
 SERVICE = RUN + [Need("debootstrap", command="debootstrap"), Need("systemd-container", command="systemd-nspawn")]
 RELEASE = RUN + [Need("dpkg-dev", command="dpkg-shlibdeps")]
 PACKAGES = RELEASE + [Need("debootstrap", command="debootstrap"), Need("buildah", command="buildah")]
-NEEDS = {"run": RUN, "test": TEST, "measure": MEASURE, "service": SERVICE, "release": RELEASE, "packages": PACKAGES}
+NEEDS = {"run": RUN, "smollm2": RUN + [Need("python3-venv")], "test": TEST, "measure": MEASURE, "service": SERVICE, "release": RELEASE, "packages": PACKAGES}
 WISHES = {"test": BROWSER + PROXY}
 
 

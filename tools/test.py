@@ -166,6 +166,9 @@ def rust():
     fetched, _ = run([str(ROOT / "tools/fetch_real_tokenizer.sh")], FETCH_SECONDS)
     if fetched not in (0, 3, 4, None):  # 3 and 4: the tokenizer is not available, so its cases are skipped
         return Result(failures=[f"rust: tools/fetch_real_tokenizer.sh: {ended(fetched)}"])
+    fetched, _ = run([str(ROOT / "tools/fetch_smollm2.sh")], FETCH_SECONDS)
+    if fetched not in (0, 3, 4, None):  # 3 and 4: the model is not available, so its tests are skipped
+        return Result(failures=[f"rust: tools/fetch_smollm2.sh: {ended(fetched)}"])
     # A test analyzes kernels with the compiler of one of these devices, and is skipped without it.
     make_devices()
     SKIP_LOG.unlink(missing_ok=True)

@@ -7,4 +7,5 @@ mod heaps;
 mod kv_groups;
 mod placement;
 mod self_test;
+mod smollm2;
 mod tune;

@@ -27,6 +27,12 @@ pub fn real_tokenizer_json() -> Option<Vec<u8>> {
     path.exists().then(|| fs::read(&path).unwrap_or_else(|e| panic!("{}: {e}", path.display())))
 }
 
+/// SmolLM2-135M-Instruct, a trained model, if it is available.
+pub fn smollm2() -> Option<PathBuf> {
+    let path = root().join(".cache/smollm2/SmolLM2-135M-Instruct.Q4_1.gguf");
+    path.exists().then_some(path)
+}
+
 /// The built-in chat template with Gemma's special tokens.
 pub fn gemma_template() -> ChatTemplate {
     ChatTemplate::from_checkpoint(ChatFiles::default(), &tokenizer()).expect("the built-in template compiles")
