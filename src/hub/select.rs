@@ -133,7 +133,7 @@ pub(super) fn part_of(stem: &str) -> Option<(&str, usize)> {
 /// Whether a path is weights. Only the top folder of the repository counts: subfolders hold the state of an optimizer,
 /// or the weights in another format.
 pub(super) fn is_weights(path: &str) -> bool {
-    // Mistral's repositories have a second copy of the weights in `consolidated*`. `adapter_*` is a LoRA adapter.
+    // Some repositories have a second copy of the weights in `consolidated*`. `adapter_*` is a LoRA adapter.
     let other = path.starts_with("consolidated") || path.starts_with("adapter_");
     path.ends_with(".safetensors") && !path.contains('/') && !other
 }

@@ -484,6 +484,8 @@ async fn bad_bodies_are_refused_with_the_name_of_the_field() {
         (body(json!({"response_format": {}})), "response_format.type", "missing_required_parameter"),
         (body(json!({"modalities": ["text", "audio"]})), "modalities", "unsupported_value"),
         (body(continued), "continue_final_message", "invalid_value"),
+        (body(json!({"chat_template_kwargs": "x"})), "chat_template_kwargs", "invalid_value"),
+        (body(json!({"chat_template_kwargs": {"tools": []}})), "chat_template_kwargs.tools", "invalid_value"),
     ];
     let invalid = json!({
         "stream": ["yes"], "stream_options": [[], {}], "max_tokens": [0, -2, 1.5, "9"], "max_completion_tokens": [1e30],

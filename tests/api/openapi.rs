@@ -190,7 +190,8 @@ fn bodies(previous: &str) -> Vec<(&'static str, Value)> {
                 json!({
                     "messages": messages, "logprobs": true, "top_logprobs": 2, "tool_choice": "none", "modalities": ["text"],
                     "tools": [{"type": "function", "function": function}], "parallel_tool_calls": true,
-                    "add_generation_prompt": true, "continue_final_message": false, "functions": [], "function_call": "auto",
+                    "add_generation_prompt": true, "continue_final_message": false, "chat_template_kwargs": {"a": [1]},
+                    "functions": [], "function_call": "auto",
                     "max_completion_tokens": 6, "structured_outputs": {"whitespace_pattern": false, "json": null},
                 }),
             ),

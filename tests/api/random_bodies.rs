@@ -238,6 +238,12 @@ impl Draw {
             true => body["continue_final_message"] = json!(true),
             false => self.set(body, 0.1, "add_generation_prompt", |d| json!(d.chance(0.5))),
         }
+        self.set(
+            body,
+            0.1,
+            "chat_template_kwargs",
+            |d| json!({"mood": d.text(), "deep": {"list": [d.text(), 3]}}),
+        );
     }
 
     fn chat_tools(&mut self, body: &mut Value) {

@@ -66,11 +66,20 @@ const FOREIGN: [(&str, &[&str]); 9] = [
 const DEMO_MODEL_BYTES: u64 = 12_000_000;
 
 /// The names of architectures, in lower case.
-const ARCHITECTURES: [&str; 1] = ["gemma"];
+const ARCHITECTURES: [&str; 3] = ["gemma", "mistral", "qwen"];
 
-/// Where the product may name an architecture: its folders, and the registry.
-const ARCHITECTURE_PLACES: [&str; 4] =
-    ["src/model/gemma3/", "src/text/family/", "src/model/arch.rs", "src/model/mod.rs"];
+/// Where the product may name an architecture: its folders, the registry, and the splitting of texts, which files name
+/// after models.
+const ARCHITECTURE_PLACES: [&str; 8] = [
+    "src/model/gemma3/",
+    "src/model/llama/",
+    "src/model/qwen2/",
+    "src/model/qwen3/",
+    "src/text/family/",
+    "src/checkpoint/gguf/byte_level.rs",
+    "src/model/arch.rs",
+    "src/model/mod.rs",
+];
 
 /// The most characters of the name of a test.
 const TEST_NAME_CHARACTERS: usize = 80;
