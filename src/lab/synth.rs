@@ -1,7 +1,8 @@
 //! `unicorn-lab synth`: writes native checkpoints of published shapes with random weights, for use without real ones.
 //!
 //! Integers are uniform. Each matrix has one scale, chosen so that inputs of unit variance give products of unit
-//! variance. So activations stay finite through any number of layers, since every sublayer's output is normed.
+//! variance, and all factors of norms are 1. So activations stay finite through any number of layers: the output of every
+//! sublayer is normed, or added to a sum that grows with the square root of their number.
 //! Tokenizer and template are the demo model's. The manifest says that the weights are random, and a load warns of it.
 
 use half::{bf16, f16};
@@ -17,8 +18,8 @@ use crate::cli::error::Error;
 use crate::cli::load;
 use crate::cli::progress::Bar;
 use crate::cli::terminal::{bytes, print};
-use crate::model::spec::ModelSpec;
-use crate::model::tensors::TensorSpec;
+use crate::model::spec::{ModelSpec, NormWeight};
+use crate::model::tensors::{Role, TensorSpec};
 use crate::tensor::{Bits, Scheme, TILE_ROWS};
 
 /// Tiles of a piece that one core fills, and pieces made at once.
@@ -44,16 +45,19 @@ pub fn synth(args: &args::Synth) -> Result<(), Error> {
 
     let files = files(&config, &args.schemes);
     let bar = Bar::bytes("writing");
-    bar.set_total(files.iter().flat_map(|(_, tensors)| tensors).map(stored_bytes).sum());
+    bar.set_total(
+        files.iter().flat_map(|(_, tensors)| tensors).map(|(tensor, _)| stored_bytes(tensor)).sum(),
+    );
     let (mut done, mut index) = (0, 0u64);
     for (name, tensors) in files {
         let finished = writer.finished(&name).is_some();
-        let mut file = if finished { None } else { Some(writer.create(&name, tensors.clone())?) };
-        for tensor in &tensors {
+        let described = tensors.iter().map(|(tensor, _)| tensor.clone()).collect();
+        let mut file = if finished { None } else { Some(writer.create(&name, described)?) };
+        for (tensor, element) in &tensors {
             if let Some(file) = &mut file {
                 // The random numbers of a tensor depend on the seed and its index, so a resumed run writes the same
                 // bytes.
-                put(file, tensor, args.seed, index, &mut |n| bar.set(done + n))?;
+                put(file, tensor, *element, args.seed, index, &mut |n| bar.set(done + n))?;
             }
             index += 1;
             done += stored_bytes(tensor);
@@ -78,14 +82,16 @@ pub fn synth(args: &args::Synth) -> Result<(), Error> {
     ))
 }
 
-/// The files of a checkpoint, each with its tensors.
-fn files(config: &ModelSpec, schemes: &Schemes) -> Vec<(String, Vec<NewTensor>)> {
+/// The files of a checkpoint, each with its tensors, and the elements of those that are not random: norms and biases.
+fn files(config: &ModelSpec, schemes: &Schemes) -> Vec<(String, Vec<(NewTensor, f32)>)> {
     let tensor = |spec: &TensorSpec| {
         let scheme = Class::of(spec).map(|class| {
             let Target(scheme) = schemes.of(class);
             scheme.unwrap_or(Scheme::Bf16)
         });
-        NewTensor { name: spec.full_name(), shape: spec.shape.clone(), scheme }
+        let is_factor = spec.role == Role::Norm && config.norm_weight == NormWeight::AsStored;
+        let element = if is_factor { 1.0 } else { 0.0 };
+        (NewTensor { name: spec.full_name(), shape: spec.shape.clone(), scheme }, element)
     };
     let files = config.tensors.files().into_iter();
     files.map(|(name, specs)| (name, specs.into_iter().map(tensor).collect())).collect()
@@ -101,13 +107,14 @@ fn stored_bytes(tensor: &NewTensor) -> u64 {
 fn put(
     file: &mut FileWriter,
     tensor: &NewTensor,
+    element: f32,
     seed: u64,
     index: u64,
     each: &mut dyn FnMut(u64),
 ) -> Result<(), Error> {
     let (Some(scheme), &[rows, cols]) = (tensor.scheme, &tensor.shape[..]) else {
-        // A norm's factor is 1 + w with the stored w, so zeros give factors of one.
-        return Ok(file.put(&vec![0; stored_bytes(tensor) as usize])?);
+        let count = stored_bytes(tensor) as usize / size_of::<f32>();
+        return Ok(file.put(&element.to_le_bytes().repeat(count))?);
     };
     let (tiles, tile_bytes) = (rows.div_ceil(TILE_ROWS), scheme.tile_bytes(cols));
     let deviation = 1.0 / (cols as f32).sqrt();

@@ -980,6 +980,50 @@ fn byte_level_tokenizers_of_files_give_the_ids_of_their_originals() {
             assert_eq!(made.decode(&ids, false), expected.decode(&ids, false), "{file}: {text:?}");
             assert_eq!(made.decode(&ids, true), expected.decode(&ids, true), "{file}: {text:?}");
         }
+        // A megabyte of random mixed text.
+        const SEED: u64 = 8;
+        println!("seed {SEED}");
+        let mut rng = ChaCha8Rng::seed_from_u64(SEED);
+        let words = [
+            "the ",
+            "Vim",
+            " don't",
+            "I'LL",
+            "\r\n",
+            "\n\n  ",
+            "12345",
+            " 7",
+            "½²",
+            "日本語",
+            "한국어",
+            "Grüße",
+            "é",
+            "e\u{301}",
+            "🦄",
+            "\t",
+            "  ",
+            "x=1;",
+            "<|im_end|>",
+            "<|eot_id|>",
+            "\u{200d}",
+            "ⅷ",
+            "العربية",
+            "\u{3000}",
+            "_",
+            "/*",
+            "\u{0}",
+            "'s",
+            "a",
+        ];
+        let mut bytes = 0;
+        while bytes < 1_000_000 {
+            let count = rng.random_range(1..600);
+            let text: String = (0..count).map(|_| words[rng.random_range(0..words.len())]).collect();
+            bytes += text.len();
+            let ids = expected.encode_text(&text, false).unwrap();
+            assert_eq!(made.encode_text(&text, false).unwrap(), ids, "{file}: {text:?}");
+            assert_eq!(made.decode(&ids, false), expected.decode(&ids, false), "{file}: {text:?}");
+        }
     }
 }
 

@@ -19,7 +19,7 @@ use unicorn::model::tensors::Inputs;
 use unicorn::model::weights::Weights;
 use unicorn::quantize::{quantize_row, quantize_row_searching};
 use unicorn::tensor::{
-    QuantizeMode, QuantizedRow, Scheme, pack_plain_row, pack_row, unpack_plain_row, unpack_row,
+    Precision, QuantizeMode, QuantizedRow, Scheme, pack_plain_row, pack_row, unpack_plain_row, unpack_row,
 };
 use unicorn::text::{ChatFiles, ChatTemplate, Message, Tokenizer};
 
@@ -758,6 +758,20 @@ fn synthetic_checkpoints_have_their_shape_and_name_their_random_weights() {
     let (code, stdout, stderr) = output(unicorn_on_software(&generate));
     assert_eq!(code, 0, "{stderr}");
     assert!(stderr.contains("random weights") && !stdout.is_empty(), "{stdout} {stderr}");
+}
+
+/// Norms of this family multiply with what is stored, so it must not be 0.
+#[test]
+fn random_weights_of_another_family_give_finite_and_different_logits() {
+    let folder = tempfile::tempdir().unwrap();
+    let made = folder.path().join("made");
+    printed(lab(&["synth", text(&made), "--shape", "smollm2-135m", "--scheme", "int4-g128"]));
+    let options = LoadOptions { max_context: Some(64), precision: Precision::Fast, ..LoadOptions::default() };
+    let mut model = load(&made, &options);
+    let logits = all_logits(&mut model, &[1, 17, 400, 3000]);
+    let mean = logits.iter().map(|x| f64::from(*x)).sum::<f64>() / logits.len() as f64;
+    let variance = logits.iter().map(|x| (f64::from(*x) - mean).powi(2)).sum::<f64>() / logits.len() as f64;
+    assert!((0.1..10.0).contains(&variance.sqrt()), "the deviation of logits is {}", variance.sqrt());
 }
 
 #[test]

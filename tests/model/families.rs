@@ -123,6 +123,7 @@ fn yarn_matches_the_oracle() {
 fn gguf_files_match_the_oracle_with_their_weights() {
     for (set, files) in [
         ("tiny-llama", &["tiny-llama-F32", "tiny-llama-Q8_0", "tiny-llama-Q4_0"][..]),
+        ("tiny-qwen2", &["tiny-qwen2-Q8_0"]),
         ("tiny-qwen3", &["tiny-qwen3-Q4_K_M"]),
     ] {
         let folder = folder(set).join("gguf");
