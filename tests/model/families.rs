@@ -187,6 +187,15 @@ fn chunks_batches_and_precisions_keep_the_contract_of_each_family() {
             let alone = Driver::new(&mut whole, limits.clone()).run(vec![sequence]).answers;
             assert_eq!(alone[&id], together[&id], "{set}");
         }
+        // A prompt that repeats itself, with guesses; and again, from the prefix cache.
+        let repeated = tokens[..48].repeat(2);
+        let expected = greedy(&mut whole, &repeated, 12, 7, &[]);
+        let mut driver = Driver::new(&mut whole, limits);
+        for round in 0..2 {
+            let run = driver.run(vec![plain_sequence(9, repeated.clone(), SamplingParams::GREEDY, 12)]);
+            assert_eq!(run.answers[&9], expected, "{set}, run {round}");
+            assert_eq!(run.cached[&9] > 0, round > 0, "{set}, run {round}: cached tokens");
+        }
     }
 }
 
