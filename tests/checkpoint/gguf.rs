@@ -956,6 +956,17 @@ fn a_gpt2_style_vocabulary_gives_the_ids_of_its_tokenizer_json() {
     );
 }
 
+#[test]
+fn a_mixture_of_experts_is_refused_by_its_key() {
+    let mut file = Writer::new();
+    file.set("general.architecture", Val::Text("llama".into())).set("llama.expert_count", Val::U32(8));
+    let error = arch::load(&file.files()).unwrap_err().to_string();
+    assert_eq!(
+        error,
+        "m (in memory)/m.gguf: key llama.expert_count: is 8; mixtures of experts cannot be computed"
+    );
+}
+
 /// The tokenizers of the GGUF files equal those of the original checkpoints.
 #[test]
 fn byte_level_tokenizers_of_files_give_the_ids_of_their_originals() {

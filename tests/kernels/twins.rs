@@ -366,6 +366,8 @@ fn attention_matches_its_twin_over_pages_and_windows() {
     let mut b = Bench::new(30);
     let shapes = [
         shape(2, 1, 32, 16, None),
+        shape(7, 1, 128, 16, None),
+        shape(6, 1, 16, 16, Some(12)),
         shape(4, 2, 64, 16, Some(64)),
         shape(6, 2, 128, 16, Some(7)),
         shape(3, 1, 100, 5, Some(1)),

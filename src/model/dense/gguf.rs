@@ -15,6 +15,10 @@ pub(in crate::model) fn config(
     keys: &Keys,
     tensors: &GgufTensors,
 ) -> Result<Json, HeaderError> {
+    if let Some(experts) = keys.whole("expert_count")?.filter(|experts| *experts > 0) {
+        let problem = format!("is {experts}; mixtures of experts cannot be computed");
+        return Err(keys.error("expert_count", problem));
+    }
     let Geometry { blocks, hidden, intermediate, heads, kv_heads, head_dim, context, norm_eps } =
         keys.geometry()?;
     let Some(context) = context else { return Err(keys.missing("context_length")) };
