@@ -134,7 +134,7 @@ fn bounds(name: &str) -> (u64, u64) {
         ("fast", _) if shader.ends_with("_in_tiles") => (4, 256),
         ("fast", constants) => match constants.split('x').collect::<Vec<_>>()[..] {
             // The loop has a second copy of its body for second digits.
-            [_, _, _, "1"] => (4, 256),
+            [_, _, _, "1", _] => (4, 256),
             // The sums of activations are floats in vector registers here. No load of a column waits for that of
             // another one, so Mesa 26 computes several columns at a time.
             ["16", "0", ..] if is_shifted => (12, 80),
@@ -142,7 +142,7 @@ fn bounds(name: &str) -> (u64, u64) {
             ["32", "0", ..] => (12, 80),
             [_, "0", ..] => (16, 64),
             // A block has two groups, each with a scale and a shift, for two matrices.
-            ["1" | "2", "1", "1", _]
+            ["1" | "2", "1", "1", _, _]
                 if shader.starts_with("fast_matmul_int8_") && !shader.ends_with("_row") =>
             {
                 (8, 128)
@@ -217,7 +217,7 @@ fn check_pipelines(compiler: &Value) {
             continue;
         };
         // The tuner may choose these kernels, and measures their time itself.
-        if constants(pipeline).len() == 4 && constants(pipeline)[3] == 1 {
+        if constants(pipeline).len() == 5 && constants(pipeline)[3] == 1 {
             check_rounding(pipeline);
             continue;
         }
