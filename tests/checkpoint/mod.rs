@@ -4,4 +4,5 @@ mod gguf;
 mod legacy;
 mod native;
 mod packed;
+mod packed_families;
 mod safetensors;

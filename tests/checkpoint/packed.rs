@@ -23,7 +23,7 @@ use crate::support::checkpoints::{
 use crate::support::damaged::DamagedReadings;
 use crate::support::goldens::Goldens;
 use crate::support::json::read_json;
-use crate::support::packed_files::{PackedPart, f16s, file, gptq, gptq_parts, words};
+use crate::support::packed_files::{PackedPart, awq, compressed, f16s, file, gptq, gptq_parts, words};
 use crate::support::tables::rows;
 use crate::support::{data, goldens};
 
@@ -114,16 +114,6 @@ fn folder(quantization: Option<Value>, parts: &[PackedPart]) -> TempDir {
     fs::write(folder.path().join("config.json"), config.to_string()).unwrap();
     fs::write(folder.path().join("model.safetensors"), file(parts)).unwrap();
     folder
-}
-
-fn awq() -> Value {
-    json!({"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": true})
-}
-
-fn compressed() -> Value {
-    json!({"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"group_0": {
-        "targets": ["Linear"], "input_activations": null,
-        "weights": {"num_bits": 4, "type": "int", "symmetric": false, "strategy": "group", "group_size": 32}}}})
 }
 
 fn awq_parts() -> Vec<PackedPart> {

@@ -30,6 +30,18 @@ pub fn gptq() -> Value {
     json!({"quant_method": "gptq", "bits": 4, "group_size": 32, "checkpoint_format": "gptq_v2"})
 }
 
+/// The `quantization_config` of AWQ.
+pub fn awq() -> Value {
+    json!({"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": true})
+}
+
+/// The `quantization_config` of compressed-tensors with 4 bits and zero points.
+pub fn compressed() -> Value {
+    json!({"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"group_0": {
+        "targets": ["Linear"], "input_activations": null,
+        "weights": {"num_bits": 4, "type": "int", "symmetric": false, "strategy": "group", "group_size": 32}}}})
+}
+
 /// A GPTQ matrix of 8 rows and 64 columns in groups of 32.
 pub fn gptq_parts() -> Vec<PackedPart> {
     vec![
