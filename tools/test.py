@@ -366,7 +366,7 @@ def page():
         result.skipped.append(("browser", f"tests/page ({lacks})"))
         return result
     seen = browser_result("page", *run(["node", str(PAGE / "test_page.js")], env=BROWSER_ENVIRONMENT))
-    return Result(result.passed + seen.passed, result.failures + seen.failures, result.skipped)
+    return Result(result.passed + seen.passed, result.failures + seen.failures, result.skipped + seen.skipped)
 
 
 def page_libraries(*arguments):
@@ -407,7 +407,7 @@ def browser_result(name, status, output):
     failures = [f"{name}: {test}" for test in re.findall(r"^FAILED (\w+): ", output, re.MULTILINE)]
     if len(failures) != int(line[2]) or (status != 0) != bool(failures):
         failures.append(f"{name}: the count and the report differ ({ended(status)})")
-    return Result(passed=int(line[1]), failures=failures)
+    return Result(passed=int(line[1]), failures=failures, skipped=re.findall(r"^SKIP (\S+): (.+)$", output, re.MULTILINE))
 
 
 def openwebui_program():

@@ -90,8 +90,8 @@ class Server {
   }
 }
 
-/** `unicorn serve` with the demo model. */
-const unicorn = (name) => Server.onFreePort(name, (port) => [BINARY, ["serve", "--allow-software-vulkan", "--port", port], {}]);
+/** `unicorn serve` with the demo model, or with what `options` name. */
+const unicorn = (name, ...options) => Server.onFreePort(name, (port) => [BINARY, ["serve", "--allow-software-vulkan", "--port", port, ...options], {}]);
 
 /** An empty folder in target/ for pictures. */
 function emptyFolder(name) {

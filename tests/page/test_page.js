@@ -9,18 +9,21 @@
 
 "use strict";
 
+const fs = require("node:fs");
 const path = require("node:path");
-const { WAIT_MS, check, emptyFolder, fails, run, same, sleep, unicorn, until } = require("./drive.js");
+const { ROOT, WAIT_MS, check, emptyFolder, fails, run, same, sleep, unicorn, until } = require("./drive.js");
 
 const PICTURES = emptyFolder("page");
 const SEED = 20261121;
+/** A trained model (tools/fetch_smollm2.sh). */
+const SMOLLM2 = path.join(ROOT, ".cache/smollm2/SmolLM2-135M-Instruct.Q4_1.gguf");
 
 // --- the browser ----------------------------------------------------------------------------------------
 
 let browser;
 let server;
 
-/** A page in a separate browser profile, which collects its errors and its requests to other hosts. */
+/** A page of `server` in a separate browser profile, which collects its errors and its requests to other hosts. */
 async function open(options = {}) {
   const context = await browser.newContext({ viewport: { width: 1280, height: 800 }, ...options });
   context.setDefaultTimeout(WAIT_MS);
@@ -792,6 +795,32 @@ const tests = {
     }
   },
 
+  async a_trained_model_holds_a_conversation() {
+    const other = await unicorn("page-smollm2", "--model", SMOLLM2, "--context", "1024");
+    const first = server;
+    try {
+      other.start();
+      await other.ready();
+      server = other;
+      const page = await open();
+      await isState(page, "ok");
+      await until(async () => /smollm2/i.test(await page.innerText("#model")), "the page names the model");
+      await page.click("#open-parameters");
+      await page.fill("[name=temperature]", "0");
+      await page.click("dialog .primary");
+      await ask(page, "What is the capital of France?");
+      same(await answered(page), "The capital of France is Paris.", "the answer");
+      await ask(page, "And what is a capital?");
+      const text = await answered(page);
+      check(/capital/i.test(text) && text.length > 40 && !text.includes("<|im_"), text);
+      await picture(page, "smollm2");
+      same(page.problems, [], "complaints");
+    } finally {
+      server = first;
+      await other.end("SIGTERM");
+    }
+  },
+
   // This must be the last test: it stops the server of the other tests.
   async the_page_reports_a_stopped_server_and_reconnects() {
     const page = await open();
@@ -813,6 +842,10 @@ const tests = {
 };
 
 async function main() {
+  if (!fs.existsSync(SMOLLM2)) {
+    delete tests.a_trained_model_holds_a_conversation;
+    console.log("SKIP smollm2: tests/page a_trained_model_holds_a_conversation");
+  }
   server = await unicorn("page-server");
   await run("page", [server], tests, { began: (launched) => { browser = launched; } });
 }
