@@ -50,6 +50,7 @@ pub fn inspect(options: &Config, args: &args::Inspect) -> Result<(), Error> {
             .collect::<Result<_, Error>>()?;
         let line = json!({
             "model": files.location(),
+            "architecture": config.arch.name,
             "format": checkpoint.format(),
             "synthetic": checkpoint.synthetic(),
             "parameters": parameters,
@@ -77,8 +78,9 @@ pub fn inspect(options: &Config, args: &args::Inspect) -> Result<(), Error> {
     }
     let mut text = format!("{}\n", files.location());
     let mut line = |name: &str, value: String| {
-        text.push_str(&format!("  {name:<10} {}\n", visible(&value)));
+        text.push_str(&format!("  {name:<12} {}\n", visible(&value)));
     };
+    line("architecture", config.arch.name.into());
     line("format", checkpoint.format().to_string());
     if let Some(synthetic) = checkpoint.synthetic() {
         line(

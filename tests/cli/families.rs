@@ -9,7 +9,7 @@ use tempfile::TempDir;
 
 use crate::support::daemon::Daemon;
 use crate::support::data;
-use crate::support::program::{output, unicorn_on_software};
+use crate::support::program::{output, printed, printed_json, unicorn, unicorn_on_software};
 
 /// A copy of a set. `change` changes its `tokenizer_config.json`.
 fn copy(set: &str, change: impl Fn(&mut Value)) -> TempDir {
@@ -119,4 +119,23 @@ fn a_vocabulary_smaller_than_the_tokenizer_is_refused() {
     let expected = "its ids go up to 501";
     assert!(stderr.contains("but the model's vocabulary has 400 rows"), "{stderr}");
     assert!(code == 1 && stderr.contains(expected), "{stderr}");
+}
+
+/// Mistral is computed as a Llama. The config of a GGUF file comes from its keys.
+#[test]
+fn inspect_names_the_architecture_of_a_checkpoint() {
+    for (model, architecture) in [
+        ("gemma3/tiny-a", "Gemma-3"),
+        ("families/tiny-mistral-window", "Llama"),
+        ("families/tiny-llama/gguf/tiny-llama-Q8_0.gguf", "Llama"),
+        ("families/tiny-qwen2", "Qwen 2"),
+        ("families/tiny-qwen3", "Qwen 3"),
+    ] {
+        let model = data(model);
+        let words = ["inspect", model.to_str().expect("UTF-8")];
+        let shown = printed(unicorn(&words));
+        assert!(shown.contains(&format!("architecture {architecture}\n")), "{shown}");
+        let json = printed_json(unicorn(&[&words[..], &["--json"]].concat()));
+        assert_eq!(json["architecture"], architecture);
+    }
 }
