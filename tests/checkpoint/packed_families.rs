@@ -25,7 +25,10 @@ const GROUP: usize = 32;
 /// Largest difference of a logit. Both sides compute in f32, with sums in another order.
 const BOUND: f32 = 1e-4;
 
+/// Tensors of a file: name, element type, shape, bytes.
 type Parts = Vec<(String, &'static str, Vec<usize>, Vec<u8>)>;
+/// How a matrix of this name is stored.
+type Form = fn(&Matrix, &str) -> Parts;
 
 /// Integers of 4 bits. Each group of a row has a zero point and a scale.
 struct Matrix {
@@ -132,7 +135,7 @@ fn packed(outer: usize, inner: usize, of: impl Fn(usize, usize, usize) -> u8) ->
 }
 
 /// The model of `set` with random projections, stored by `form`.
-fn model(set: &Path, quantization: Option<Value>, form: fn(&Matrix, &str) -> Parts) -> TempDir {
+fn model(set: &Path, quantization: Option<Value>, form: Form) -> TempDir {
     let mut rng = ChaCha8Rng::seed_from_u64(38);
     let mut config: Value = read_json(&set.join("config.json"));
     if let Some(quantization) = quantization {
@@ -171,7 +174,7 @@ fn packed_matrices_of_every_family_compute_what_they_stand_for() {
         let plain = logits(model(&set, None, Matrix::plain).path());
         let others = max_difference(&plain, &logits(&set));
         assert!(others > 1000.0 * BOUND, "{}: the matrices are not random: {others}", set.display());
-        let forms: [(Value, fn(&Matrix, &str) -> Parts); 3] =
+        let forms: [(Value, Form); 3] =
             [(gptq(), Matrix::gptq), (awq(), Matrix::awq), (compressed(), Matrix::compressed)];
         for (quantization, form) in forms {
             let name = quantization["quant_method"].clone();
