@@ -56,7 +56,7 @@ const MIN_BATCH_TOKENS: usize = 2 * MAX_SEQUENCES;
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Schemes {
     pub embedding: Scheme,
-    /// The matrix of the logits, if the model has one beside the embedding.
+    /// The matrix of the logits; `None` = the embedding.
     pub lm_head: Option<Scheme>,
     pub layers: Vec<Projections<Scheme>>,
 }

@@ -1,18 +1,10 @@
 //! The tensors of a Gemma-3.
 
 use super::config::Config;
-use crate::model::tensors::{Biases, Layer, ModelTensors, Names, Norms, Projections, Sizes, TensorSpec};
+use crate::model::dense;
+use crate::model::tensors::{Layer, ModelTensors, Names, Norms, Sizes, TensorSpec};
 
 pub(super) const NAMES: Layer<Names> = Layer {
-    projections: Projections {
-        q_proj: Names::of("self_attn.q_proj", "attn_q"),
-        k_proj: Names::of("self_attn.k_proj", "attn_k"),
-        v_proj: Names::of("self_attn.v_proj", "attn_v"),
-        o_proj: Names::of("self_attn.o_proj", "attn_output"),
-        gate_proj: Names::of("mlp.gate_proj", "ffn_gate"),
-        up_proj: Names::of("mlp.up_proj", "ffn_up"),
-        down_proj: Names::of("mlp.down_proj", "ffn_down"),
-    },
     norms: Norms {
         input_layernorm: Names::of("input_layernorm", "attn_norm"),
         post_attention_layernorm: Some(Names::of("post_attention_layernorm", "post_attention_norm")),
@@ -21,7 +13,7 @@ pub(super) const NAMES: Layer<Names> = Layer {
         q_norm: Some(Names::of("self_attn.q_norm", "attn_q_norm")),
         k_norm: Some(Names::of("self_attn.k_norm", "attn_k_norm")),
     },
-    biases: Biases { q_proj: None, k_proj: None, v_proj: None },
+    ..dense::NAMES
 };
 
 /// The tensors of a model with that config.

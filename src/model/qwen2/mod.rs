@@ -28,14 +28,17 @@ static GGUF: GgufArch = GgufArch {
     config: |keys, tensors| dense::gguf_config("qwen2", &GGUF.tokens, keys, tensors),
     layer_tensor: |name| WITH_BIASES.of_gguf(name),
     interleaved: &[],
-    tokens: GgufTokens {
-        bos: None,
-        eos: 151_645,
-        pad: 151_643,
-        add_space_prefix: false,
-        end: &["<|im_end|>", "<|endoftext|>"],
-        control: &[],
-    },
+    tokens: TOKENS,
+};
+
+/// The special tokens of Qwen 2 and Qwen 3.
+pub(super) const TOKENS: GgufTokens = GgufTokens {
+    bos: None,
+    eos: 151_645,
+    pad: 151_643,
+    add_space_prefix: false,
+    end: &["<|im_end|>", "<|endoftext|>"],
+    control: &[],
 };
 
 const WITH_BIASES: Layer<Names> = Layer {

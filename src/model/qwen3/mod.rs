@@ -4,9 +4,10 @@ use serde_json::{Value, json};
 
 use super::config::ConfigError;
 use super::dense::{self, Defaults, Dense, NAMES, full_attention};
+use super::qwen2;
 use super::spec::{Arch, ModelSpec, Shape};
 use super::tensors::{Layer, Names, Norms};
-use crate::checkpoint::gguf::{GgufArch, GgufTokens};
+use crate::checkpoint::gguf::GgufArch;
 
 pub(super) static ARCH: Arch = Arch {
     name: "Qwen 3",
@@ -29,14 +30,7 @@ static GGUF: GgufArch = GgufArch {
     config: |keys, tensors| dense::gguf_config("qwen3", &GGUF.tokens, keys, tensors),
     layer_tensor: |name| WITH_QK_NORMS.of_gguf(name),
     interleaved: &[],
-    tokens: GgufTokens {
-        bos: None,
-        eos: 151_645,
-        pad: 151_643,
-        add_space_prefix: false,
-        end: &["<|im_end|>", "<|endoftext|>"],
-        control: &[],
-    },
+    tokens: qwen2::TOKENS,
 };
 
 const WITH_QK_NORMS: Layer<Names> = Layer {
