@@ -13,6 +13,7 @@ use serde::Deserialize;
 use serde_json::Value;
 use tempfile::TempDir;
 
+use crate::support::checkpoints::copy_of;
 use crate::support::program::{output, unicorn, unicorn_on_software};
 use crate::support::{data, root};
 
@@ -323,10 +324,7 @@ fn a_missing_model_is_a_finding_in_a_complete_report() {
 #[test]
 fn a_models_memory_is_planned_and_its_disk_measured() {
     let tree = tree(&case(HEALTHY).0);
-    let folder = tempfile::tempdir().unwrap();
-    for file in std::fs::read_dir(root().join("models/demo")).unwrap().map(Result::unwrap) {
-        std::fs::copy(file.path(), folder.path().join(file.file_name())).unwrap();
-    }
+    let folder = copy_of(&root().join("models/demo"));
     let measured = || {
         let model = folder.path().to_str().unwrap();
         let (status, text, stderr) = doctor(tree.path(), &["--model", model, "--disk"]);

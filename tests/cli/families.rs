@@ -7,19 +7,14 @@ use std::process::Stdio;
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
+use crate::support::checkpoints::copy_of;
 use crate::support::daemon::Daemon;
 use crate::support::data;
 use crate::support::program::{output, printed, printed_json, unicorn, unicorn_on_software};
 
 /// A copy of a set. `change` changes its `tokenizer_config.json`.
 fn copy(set: &str, change: impl Fn(&mut Value)) -> TempDir {
-    let to = tempfile::tempdir().expect("a folder");
-    for file in std::fs::read_dir(data("families").join(set)).expect("a set") {
-        let from = file.expect("a file").path();
-        if from.is_file() {
-            std::fs::copy(&from, to.path().join(from.file_name().expect("a name"))).expect("copied");
-        }
-    }
+    let to = copy_of(&data("families").join(set));
     let path = to.path().join("tokenizer_config.json");
     let mut config: Value = serde_json::from_slice(&std::fs::read(&path).expect("a file")).expect("JSON");
     change(&mut config);

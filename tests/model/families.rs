@@ -14,6 +14,7 @@ use unicorn::model::weights::Weights;
 use unicorn::model::{Runner, SamplingParams, twin};
 use unicorn::tensor::{KvDtype, Precision, QuantizeMode};
 
+use crate::support::checkpoints::copy_of;
 use crate::support::driver::{Driver, greedy, plain_sequence};
 use crate::support::goldens::{
     Goldens, all_logits, check_prompts, load, load_files, max_difference, rows_at,
@@ -40,13 +41,7 @@ fn folder(set: &str) -> PathBuf {
 
 /// A copy of a set with another `config.json`.
 fn with_config(set: &str, config: &Value) -> TempDir {
-    let to = tempfile::tempdir().unwrap();
-    for file in std::fs::read_dir(folder(set)).unwrap() {
-        let from = file.unwrap().path();
-        if from.is_file() {
-            std::fs::copy(&from, to.path().join(from.file_name().unwrap())).unwrap();
-        }
-    }
+    let to = copy_of(&folder(set));
     std::fs::write(to.path().join("config.json"), config.to_string()).unwrap();
     to
 }

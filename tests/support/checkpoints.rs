@@ -26,6 +26,18 @@ pub fn tiny_model() -> TempDir {
     folder
 }
 
+/// A copy of the files of a folder, without its subfolders.
+pub fn copy_of(folder: &Path) -> TempDir {
+    let copy = tempfile::tempdir().expect("a folder");
+    for file in std::fs::read_dir(folder).expect("a folder") {
+        let from = file.expect("a file").path();
+        if from.is_file() {
+            std::fs::copy(&from, copy.path().join(from.file_name().expect("a name"))).expect("copied");
+        }
+    }
+    copy
+}
+
 /// A folder of pulled models that holds `org/tiny` with these files.
 pub fn pulled(files: &[(&str, &[u8])]) -> TempDir {
     let commit = "0123456789abcdef0123456789abcdef01234567";

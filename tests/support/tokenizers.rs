@@ -4,9 +4,44 @@ use std::fs;
 use std::path::PathBuf;
 use std::sync::LazyLock;
 
+use serde::Deserialize;
+use serde::de::DeserializeOwned;
 use unicorn::text::{ChatFiles, ChatTemplate, Message, TextError, Tokenizer};
 
 use super::{data, root};
+
+/// A file of golden cases.
+#[derive(Deserialize)]
+struct Cases<T> {
+    cases: Vec<T>,
+}
+
+/// A case of a byte-level tokenizer.
+#[derive(Deserialize)]
+pub struct ByteLevelCase {
+    pub text: String,
+    pub ids: Vec<u32>,
+    /// The ids if names of control tokens are text.
+    pub ids_no_special: Option<Vec<u32>>,
+    pub decoded: String,
+    pub decoded_skip_special: String,
+}
+
+/// Ids, and their texts.
+#[derive(Deserialize)]
+pub struct DecodeCase {
+    pub ids: Vec<u32>,
+    pub decoded: String,
+    pub decoded_skip_special: String,
+}
+
+/// The golden cases of a file of `tests/data`, at least `least` of them.
+pub fn cases<T: DeserializeOwned>(path: &str, least: usize) -> Vec<T> {
+    let bytes = fs::read(data(path)).unwrap_or_else(|e| panic!("{path}: {e}"));
+    let Cases { cases } = serde_json::from_slice(&bytes).unwrap_or_else(|e| panic!("{path}: {e}"));
+    assert!(cases.len() >= least, "{path}: {} cases", cases.len());
+    cases
+}
 
 /// The mini tokenizer: 512 pieces, with the structure of Gemma's tokenizer. Reading it takes longer than most tests.
 pub fn tokenizer() -> Tokenizer {

@@ -7,7 +7,6 @@ use std::fs;
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use serde::Deserialize;
-use serde::de::DeserializeOwned;
 
 use unicorn::text::{
     ChatFiles, ChatTemplate, MAX_STOP_BYTES, MAX_STOPS, MAX_TEXT_BYTES, Message, PromptEnding, StopMatcher,
@@ -15,24 +14,13 @@ use unicorn::text::{
 };
 
 use crate::support;
-use crate::support::tokenizers::{gemma_template, real_tokenizer_json, render, template, tokenizer};
-
-/// A file of golden cases.
-#[derive(Deserialize)]
-struct Cases<T> {
-    cases: Vec<T>,
-}
+use crate::support::tokenizers::{
+    ByteLevelCase, DecodeCase, cases, gemma_template, real_tokenizer_json, render, template, tokenizer,
+};
 
 #[derive(Deserialize)]
 struct EncodeCase {
     text: String,
-    ids: Vec<u32>,
-    decoded: String,
-    decoded_skip_special: String,
-}
-
-#[derive(Deserialize)]
-struct DecodeCase {
     ids: Vec<u32>,
     decoded: String,
     decoded_skip_special: String,
@@ -52,27 +40,9 @@ struct ChatCase {
     tools: Option<serde_json::Value>,
 }
 
-/// A case of a byte-level tokenizer.
-#[derive(Deserialize)]
-struct ByteLevelCase {
-    text: String,
-    ids: Vec<u32>,
-    /// The ids if names of control tokens are text.
-    ids_no_special: Option<Vec<u32>>,
-    decoded: String,
-    decoded_skip_special: String,
-}
-
 fn bytes(path: &str) -> Vec<u8> {
     let path = support::data(path);
     fs::read(&path).unwrap_or_else(|e| panic!("{}: {e}", path.display()))
-}
-
-/// The golden cases in a file, at least `least` of them.
-fn cases<T: DeserializeOwned>(path: &str, least: usize) -> Vec<T> {
-    let Cases { cases } = serde_json::from_slice(&bytes(path)).unwrap_or_else(|e| panic!("{path}: {e}"));
-    assert!(cases.len() >= least, "{path}: {} cases", cases.len());
-    cases
 }
 
 /// The text of the bytes of `ids`. Each maximal part of an incomplete or invalid character becomes one U+FFFD, as
