@@ -151,7 +151,7 @@ test-scaling: build setup-test
 	@python3 tools/test.py all-scaling
 
 test-real: setup-test smollm2
-	UNICORN_TEST_REAL=all cargo test --locked --test suite smollm2:: -- --nocapture
+	UNICORN_TEST_REAL=all cargo test --locked --test suite smollm2:: byte_level_tokenizers_of -- --nocapture
 
 test-demo: setup-test
 	UNICORN_TEST_DEMO=all cargo test --locked --test suite demo:: -- --nocapture
@@ -159,7 +159,7 @@ test-demo: setup-test
 page-libraries:
 	@python3 tools/test.py page-libraries
 
-test-openwebui: setup-test
+test-openwebui: setup-test smollm2
 	@python3 tools/test.py openwebui
 
 test-27b: lab

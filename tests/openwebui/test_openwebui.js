@@ -11,7 +11,7 @@
 
 const fs = require("node:fs");
 const path = require("node:path");
-const { ROOT, WAIT_MS, Server, check, emptyFolder, fails, run, same, unicorn, until } = require("../page/drive.js");
+const { ROOT, SMOLLM2, WAIT_MS, Server, check, emptyFolder, fails, needsTrained, run, same, unicorn, until } = require("../page/drive.js");
 
 const PICTURES = emptyFolder("openwebui");
 const DATA = path.join(ROOT, ".cache/test/openwebui-data");
@@ -257,10 +257,41 @@ const tests = {
     await until(isQuiet, "all is answered", SLOW_MS);
     same(await taken('task="none"'), chats + 1, "chats");
   },
+
+  async a_trained_model_of_a_second_server_holds_a_conversation() {
+    const other = await unicorn("openwebui-smollm2", "--model", SMOLLM2, "--context", "2048");
+    try {
+      other.start();
+      await other.ready();
+      const [{ id }] = (await (await fetch(`${other.url}v1/models`)).json()).data;
+      const config = await ok("GET", "/openai/config");
+      const addresses = [`${engine.url}v1`, `${other.url}v1`];
+      await ok("POST", "/openai/config/update", {
+        ...config, OPENAI_API_BASE_URLS: addresses, OPENAI_API_KEYS: ["", ""], OPENAI_API_CONFIGS: { 0: { enable: true }, 1: { enable: true } },
+      });
+      const models = await ok("GET", "/api/models");
+      same(models.data.map((model) => model.id).filter((name) => [MODEL, id].includes(name)).sort(), [MODEL, id].sort(), "models of both");
+      // A temporary chat has no title, tags or follow-ups, which would take this model minutes on a software GPU.
+      await page.goto(`${webui.url}?models=${id}&temporary-chat=true`);
+      await page.waitForSelector("#chat-input");
+      await until(async () => (await page.locator("[id^=model-selector]").first().innerText()).includes(id), "the model is chosen");
+      await type("What is the capital of France?");
+      const first = await answered(1);
+      check(first.includes("The capital of France is Paris."), first);
+      await type("Which river flows through it?");
+      const second = await answered(2);
+      check(second.length > 20 && !second.includes("<|im_"), second);
+      console.log(`   ${JSON.stringify([first, second])}`);
+      await picture("smollm2");
+    } finally {
+      await other.end("SIGTERM");
+    }
+  },
 };
 
 async function main() {
   check(process.env.OPEN_WEBUI, "OPEN_WEBUI names no program: run make test-openwebui");
+  needsTrained("openwebui", tests, "a_trained_model_of_a_second_server_holds_a_conversation");
   fs.rmSync(DATA, { recursive: true, force: true });
   fs.mkdirSync(DATA, { recursive: true });
   engine = await unicorn("openwebui-engine");

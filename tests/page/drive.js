@@ -12,6 +12,8 @@ const { chromium } = require("playwright-core");
 
 const ROOT = path.resolve(__dirname, "../..");
 const BINARY = process.env.UNICORN_BINARY ?? path.join(process.env.CARGO_TARGET_DIR ?? path.join(ROOT, "target"), "debug/unicorn");
+/** A trained model (tools/fetch_smollm2.sh). */
+const SMOLLM2 = path.join(ROOT, ".cache/smollm2/SmolLM2-135M-Instruct.Q4_1.gguf");
 // Generous limits, because the first start on a machine compiles every shader. They detect hangs, and measure no speed.
 const START_MS = 600_000;
 const WAIT_MS = 30_000;
@@ -145,4 +147,11 @@ const fails = (name) => (error) => {
   process.exitCode = 1;
 };
 
-module.exports = { ROOT, WAIT_MS, Server, check, emptyFolder, fails, run, same, sleep, unicorn, until };
+/** Removes the test `name` of the program `program` and says so, if the trained model is missing. */
+function needsTrained(program, tests, name) {
+  if (fs.existsSync(SMOLLM2)) return;
+  delete tests[name];
+  console.log(`SKIP smollm2: tests/${program} ${name}`);
+}
+
+module.exports = { ROOT, SMOLLM2, WAIT_MS, Server, check, emptyFolder, fails, needsTrained, run, same, sleep, unicorn, until };

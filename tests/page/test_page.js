@@ -9,14 +9,11 @@
 
 "use strict";
 
-const fs = require("node:fs");
 const path = require("node:path");
-const { ROOT, WAIT_MS, check, emptyFolder, fails, run, same, sleep, unicorn, until } = require("./drive.js");
+const { SMOLLM2, WAIT_MS, check, emptyFolder, fails, needsTrained, run, same, sleep, unicorn, until } = require("./drive.js");
 
 const PICTURES = emptyFolder("page");
 const SEED = 20261121;
-/** A trained model (tools/fetch_smollm2.sh). */
-const SMOLLM2 = path.join(ROOT, ".cache/smollm2/SmolLM2-135M-Instruct.Q4_1.gguf");
 
 // --- the browser ----------------------------------------------------------------------------------------
 
@@ -842,10 +839,7 @@ const tests = {
 };
 
 async function main() {
-  if (!fs.existsSync(SMOLLM2)) {
-    delete tests.a_trained_model_holds_a_conversation;
-    console.log("SKIP smollm2: tests/page a_trained_model_holds_a_conversation");
-  }
+  needsTrained("page", tests, "a_trained_model_holds_a_conversation");
   server = await unicorn("page-server");
   await run("page", [server], tests, { began: (launched) => { browser = launched; } });
 }
