@@ -101,6 +101,11 @@ impl AnswerText {
         Self { detokenizer, stops, calls: None, failure: None }
     }
 
+    /// The answer is a text of its own. Otherwise it continues the prompt's text.
+    pub(super) fn at_start(self) -> Self {
+        Self { detokenizer: self.detokenizer.at_start(), ..self }
+    }
+
     /// Extracts tool calls from the text.
     pub(super) fn with_calls(self, calls: CallReader) -> Self {
         Self { calls: Some(calls), ..self }

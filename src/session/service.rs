@@ -88,7 +88,8 @@ impl Service {
     /// Renders and tokenizes a request. The caller passes the result to [`EngineHandle::submit`], and pushes the events
     /// of each answer into a separate copy of the [`AnswerText`]. A long conversation takes seconds of CPU time.
     pub fn prepare(&self, request: &GenerateRequest) -> Result<(Request, AnswerText), SessionError> {
-        self.prepare_with(request, |_| self.conversation(request))
+        let (engine, answer) = self.prepare_with(request, |_| self.conversation(request))?;
+        Ok((engine, if request.ending == PromptEnding::Answer { answer.at_start() } else { answer }))
     }
 
     /// The token ids of the request's conversation, with the descriptions of its tools.

@@ -1,7 +1,10 @@
 //! Decodes token ids to text, one at a time.
 //!
+//! A decoder with the step `Strip`, as in Llama 2, removes a space from the start of a text. A detokenizer does so only
+//! after [`Detokenizer::at_start`], because the space belongs to a text that continues another.
+//!
 //! Invariant: the texts of all pushes and of `finish`, joined, equal [`Tokenizer::decode`] of all ids, which equals
-//! `String::from_utf8_lossy` of the tokens' bytes. Byte tokens may form incomplete or invalid characters. Each maximal
+//! `String::from_utf8_lossy` of the tokens' bytes without the stripped spaces. Byte tokens may form incomplete or invalid characters. Each maximal
 //! part of a character then becomes one U+FFFD, as Unicode recommends. A character is returned with its last byte, so
 //! at most three bytes are held back.
 //!
@@ -18,14 +21,16 @@ pub struct Detokenizer {
     skip_special: bool,
     /// The first bytes of a character, from byte tokens.
     begun: Vec<u8>,
+    /// The number of spaces that are still removed from the start of the text.
+    stripped: usize,
     out: String,
 }
 
 impl Tokenizer {
-    /// The text of `ids`. Ids that the tokenizer does not know add nothing. Bytes of an incomplete character add one
+    /// The text of `ids`, which are the start of a text. Ids that the tokenizer does not know add nothing. Bytes of an incomplete character add one
     /// U+FFFD.
     pub fn decode(&self, ids: &[u32], skip_special: bool) -> String {
-        let mut detokenizer = self.detokenizer(skip_special);
+        let mut detokenizer = self.detokenizer(skip_special).at_start();
         let mut text = String::new();
         for &id in ids {
             text.push_str(detokenizer.push(id));
@@ -34,7 +39,7 @@ impl Tokenizer {
         text
     }
 
-    /// A detokenizer, which decodes one id at a time.
+    /// A detokenizer, which decodes one id at a time of a text that continues another.
     pub fn detokenizer(&self, skip_special: bool) -> Detokenizer {
         Detokenizer::new(self.clone(), skip_special)
     }
@@ -42,7 +47,14 @@ impl Tokenizer {
 
 impl Detokenizer {
     fn new(tokenizer: Tokenizer, skip_special: bool) -> Self {
-        Self { tokenizer, skip_special, begun: Vec::new(), out: String::new() }
+        Self { tokenizer, skip_special, begun: Vec::new(), stripped: 0, out: String::new() }
+    }
+
+    /// Decodes the start of a text.
+    #[must_use]
+    pub fn at_start(self) -> Self {
+        let stripped = self.tokenizer.stripped();
+        Self { stripped, ..self }
     }
 
     /// Takes the next token and returns the text that it completes: zero or more whole characters.
@@ -64,6 +76,7 @@ impl Detokenizer {
                 self.out.push_str(text);
             }
         }
+        self.strip_start();
         &self.out
     }
 
@@ -72,6 +85,19 @@ impl Detokenizer {
         self.out.clear();
         self.end_character();
         &self.out
+    }
+
+    /// Removes spaces from the start of the text. Its first other character ends this.
+    fn strip_start(&mut self) {
+        while self.stripped > 0 && !self.out.is_empty() {
+            match self.out.starts_with(' ') {
+                true => {
+                    self.out.remove(0);
+                    self.stripped -= 1;
+                }
+                false => self.stripped = 0,
+            }
+        }
     }
 
     fn take_byte(&mut self, byte: u8) {

@@ -17,6 +17,8 @@ pub(super) const MAX_GROWTH: f64 = 16.0;
 const MAX_STEPS: usize = 32;
 /// Most ids that a post-processor may add to a text. Files in use add one.
 const MAX_ADDED_IDS: usize = 64;
+/// Largest number of spaces that a decoder may strip. The files in use strip one.
+const MAX_STRIPPED: u64 = 16;
 
 /// JSON in which no object has a duplicate field. Parsers differ in which of two equal fields they use, so this module
 /// and the tokenizers crate might read different values.
@@ -235,17 +237,18 @@ fn check_template(step: &Value) -> Result<(), String> {
 
 /// How a token becomes text.
 pub(super) enum Decoder {
-    /// Each of these (pattern, content) is replaced in order. A token `<0xNN>` is a byte.
-    Replacing(Vec<(String, String)>),
+    /// Each of these (pattern, content) is replaced in order. A token `<0xNN>` is a byte. `stripped` is the largest number
+    /// of spaces that are removed from the start of a text.
+    Replacing { replacements: Vec<(String, String)>, stripped: usize },
     /// Each character stands for a byte, as in GPT-2.
     ByteLevel,
 }
 
-/// The decoder, of the form `[Replace..., ByteFallback, Fuse]`, or `ByteLevel`. Steps that together make a token more than
+/// The decoder, of the form `[Replace..., ByteFallback, Fuse]`, with or without a `Strip` of spaces at the start, or
+/// `ByteLevel`. Steps that together make a token more than
 /// [`MAX_GROWTH`] times as long are refused.
 pub(super) fn decoder(decoder: &Step) -> Result<Decoder, String> {
-    const EXPECTED: &str =
-        "expected ByteLevel, or a Sequence of Replace (with a String pattern), ByteFallback, Fuse";
+    const EXPECTED: &str = "expected ByteLevel, or a Sequence of Replace (with a String pattern), ByteFallback, Fuse, and at most a Strip";
     let Step(decoder) = decoder;
     if decoder["type"] == "ByteLevel" {
         return Ok(Decoder::ByteLevel);
@@ -256,7 +259,11 @@ pub(super) fn decoder(decoder: &Step) -> Result<Decoder, String> {
         (None, _) => return Err(format!("decoder is missing; {EXPECTED}")),
     };
     let kind = |step: &Value| step["type"].as_str().unwrap_or("(no type)").to_owned();
-    let [replaces @ .., fallback, fuse] = steps.as_slice() else {
+    let (steps, stripped) = match steps.as_slice() {
+        [steps @ .., strip] if kind(strip) == "Strip" => (steps, stripped_spaces(strip)?),
+        steps => (steps, 0),
+    };
+    let [replaces @ .., fallback, fuse] = steps else {
         return Err(format!("decoder has {} steps; {EXPECTED}", steps.len()));
     };
     if kind(fallback) != "ByteFallback" || kind(fuse) != "Fuse" {
@@ -279,7 +286,18 @@ pub(super) fn decoder(decoder: &Step) -> Result<Decoder, String> {
             }
         }
     }
-    Ok(Decoder::Replacing(replacements))
+    Ok(Decoder::Replacing { replacements, stripped })
+}
+
+/// The largest number of spaces that the `Strip` of a decoder removes from the start of a text. Its end cannot be stripped
+/// while the text is decoded token by token.
+fn stripped_spaces(strip: &Value) -> Result<usize, String> {
+    match (strip["content"].as_str(), strip["start"].as_u64(), strip["stop"].as_u64()) {
+        (Some(" "), Some(start @ ..=MAX_STRIPPED), Some(0)) => Ok(start as usize),
+        _ => Err(format!(
+            "decoder step Strip is {strip}; expected the content \" \", a start of 0 to {MAX_STRIPPED} and the stop 0"
+        )),
+    }
 }
 
 /// Length in bytes of the shortest text that a step's pattern matches, at least 1. If a pattern matches the empty text,

@@ -1,8 +1,8 @@
 //! A checkpoint's tokenizer.json: text to ids and back.
 //!
 //! The `tokenizers` crate encodes. Decoding uses a table with the text of each id, so that ids can be decoded one at a
-//! time. This is exact only for these pipelines: BPE, and a decoder of `Replace`, `ByteFallback` and `Fuse`, or
-//! `ByteLevel`. Other pipelines are refused at load.
+//! time. This is exact only for these pipelines: BPE, and a decoder of `Replace`, `ByteFallback`, `Fuse` and a `Strip` of
+//! the start, or `ByteLevel`. Other pipelines are refused at load.
 //!
 //! A file's `truncation` and `padding` are ignored, as in transformers, so a prompt is never truncated silently. These
 //! are refused: settings that lose characters or use random numbers, and steps that can make a text many times longer
@@ -49,6 +49,8 @@ struct Inner {
     entries: Vec<Entry>,
     /// The decoded bytes of all tokens. `Decoded::Text` and `Decoded::Bytes` are ranges of it.
     text: Vec<u8>,
+    /// The largest number of spaces that decoding removes from the start of a text.
+    stripped: usize,
     /// Largest id that is not a special added token.
     largest_regular: u32,
     /// The ids that the post-processor adds before the ids of a text.
@@ -116,6 +118,7 @@ impl Tokenizer {
             unknown,
             entries,
             text,
+            stripped: if let Decoder::Replacing { stripped, .. } = decoder { stripped } else { 0 },
             largest_regular,
             in_front: Vec::new(),
             max_text_bytes: MAX_TEXT_BYTES.min((MAX_NORMALIZED_BYTES as f64 / growth) as usize),
@@ -268,6 +271,11 @@ impl Tokenizer {
             None => Ok(()),
             Some(&id) => Err(TextError::OutsideModel { token: self.token(id).unwrap_or_default(), id, rows }),
         }
+    }
+
+    /// The largest number of spaces that decoding removes from the start of a text.
+    pub(super) fn stripped(&self) -> usize {
+        self.inner.stripped
     }
 
     pub(super) fn piece(&self, id: u32) -> Option<Piece<'_>> {
@@ -483,7 +491,7 @@ fn decoding_table(
                 let range = push(&bytes)?;
                 if std::str::from_utf8(&bytes).is_ok() { Decoded::Text(range) } else { Decoded::Bytes(range) }
             }
-            Decoder::Replacing(replacements) => {
+            Decoder::Replacing { replacements, .. } => {
                 let replaced = replacements
                     .iter()
                     .fold(token, |token, (pattern, content)| token.replace(pattern.as_str(), content));

@@ -28,7 +28,7 @@ use crate::support::goldens::{Goldens, all_logits, load_files, max_difference, r
 use crate::support::json::read_json;
 use crate::support::program::{assert_error, printed, printed_json, unicorn, unicorn_on_software};
 use crate::support::tokenizers::real_tokenizer_json;
-use crate::support::{self, data, fuzz_bodies, legacy_files, packed_files};
+use crate::support::{self, data, fuzz_bodies, legacy_files, packed_files, wants_all};
 
 /// Folder and name of every reference file.
 const FILES: [(&str, &str); 8] = [
@@ -991,7 +991,7 @@ fn byte_level_tokenizers_of_files_give_the_ids_of_their_originals() {
             assert_eq!(made.decode(&ids, false), expected.decode(&ids, false), "{file}: {text:?}");
             assert_eq!(made.decode(&ids, true), expected.decode(&ids, true), "{file}: {text:?}");
         }
-        // A megabyte of random mixed text.
+        // Random mixed text: a megabyte, or ten in `make test-real`. The crate's own ids are the expected ones.
         const SEED: u64 = 8;
         println!("seed {SEED}");
         let mut rng = ChaCha8Rng::seed_from_u64(SEED);
@@ -1026,13 +1026,22 @@ fn byte_level_tokenizers_of_files_give_the_ids_of_their_originals() {
             "'s",
             "a",
         ];
+        let crate_tokenizer = tokenizers::Tokenizer::from_file(&path).unwrap();
+        let most = if wants_all("UNICORN_TEST_REAL") { 10_000_000 } else { 1_000_000 };
         let mut bytes = 0;
-        while bytes < 1_000_000 {
+        while bytes < most {
             let count = rng.random_range(1..600);
             let text: String = (0..count).map(|_| words[rng.random_range(0..words.len())]).collect();
             bytes += text.len();
-            let ids = expected.encode_text(&text, false).unwrap();
-            assert_eq!(made.encode_text(&text, false).unwrap(), ids, "{file}: {text:?}");
+            let ids = crate_tokenizer.encode_fast(text.as_str(), false).unwrap().get_ids().to_vec();
+            assert_eq!(made.encode(&text, false).unwrap(), ids, "{file}: {text:?}");
+            assert_eq!(
+                made.decode(&ids, false),
+                crate_tokenizer.decode(&ids, false).unwrap(),
+                "{file}: {text:?}"
+            );
+            let as_text = made.encode_text(&text, false).unwrap();
+            assert_eq!(as_text, expected.encode_text(&text, false).unwrap(), "{file}: {text:?} as text");
             assert_eq!(made.decode(&ids, false), expected.decode(&ids, false), "{file}: {text:?}");
         }
     }
@@ -1057,6 +1066,11 @@ fn tokenizer_settings_come_from_the_metadata() {
     assert_eq!(neither.encode("b", true).unwrap(), [b]);
     let prefix = make(&[("tokenizer.ggml.add_space_prefix", some(true))]);
     assert_eq!(prefix.encode("ab", false).unwrap(), [space_a, b]);
+    // Decoding removes the space that encoding adds.
+    assert_eq!(
+        (prefix.decode(&[space_a, b], false), plain.decode(&[space_a, b], false)),
+        ("ab".into(), " ab".into())
+    );
 
     // User-defined pieces are matched first, the longest one before the others. The converter writes their spaces as
     // spaces.

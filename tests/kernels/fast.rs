@@ -21,7 +21,7 @@ use crate::support::kernel_bench::{
 };
 use crate::support::reference::{BLOCK_COLS, QuantizedActivations, divergence, fast_product};
 use crate::support::texts::{Texts, penalties, prompts_of_tiny_a};
-use crate::support::{data, demo, device, goldens, policy, skip};
+use crate::support::{data, demo, device, goldens, policy, skip, wants_all};
 
 type Fma = fn(f32, f32, f32) -> f32;
 
@@ -615,7 +615,7 @@ fn int8_activations_hardly_change_the_logits_of_the_demo_model() {
 /// `UNICORN_TEST_DEMO=all` they see up to 8191, otherwise up to 1023.
 #[test]
 fn int8_keys_and_values_hardly_change_the_logits_at_any_depth() {
-    let longest = if std::env::var("UNICORN_TEST_DEMO").is_ok_and(|v| v == "all") { 8192 } else { 1024 };
+    let longest = if wants_all("UNICORN_TEST_DEMO") { 8192 } else { 1024 };
     let all = demo::goldens().answers.iter().flat_map(|a| a.prompt[1..].iter().chain(&a.answer));
     let tokens: Vec<u32> =
         demo::goldens().answers[0].prompt[..1].iter().chain(all).copied().take(longest).collect();

@@ -15,14 +15,13 @@ use unicorn::tensor::{KvDtype, Precision};
 use unicorn::text::{Message, Tokenizer};
 
 use crate::support::checkpoints::sha256;
-use crate::support::data;
 use crate::support::demo::{Answer, BOUND, STOP, folder, goldens};
 use crate::support::driver::{Driver, greedy, plain_sequence};
 use crate::support::goldens::{Goldens, all_logits, load, max_difference};
 use crate::support::json::read_json;
 use crate::support::program::{output, unicorn_on_software};
-use crate::support::reference;
 use crate::support::tokenizers::gemma_template;
+use crate::support::{data, reference, wants_all};
 
 #[derive(Deserialize)]
 struct Question {
@@ -63,7 +62,7 @@ struct Turn {
 }
 
 fn selected() -> impl Iterator<Item = &'static Answer> {
-    let all = std::env::var("UNICORN_TEST_DEMO").is_ok_and(|v| v == "all");
+    let all = wants_all("UNICORN_TEST_DEMO");
     goldens().answers.iter().filter(move |a| all || a.quick)
 }
 

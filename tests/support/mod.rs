@@ -76,6 +76,12 @@ pub fn data(path: impl AsRef<Path>) -> PathBuf {
     root().join("tests/data").join(path)
 }
 
+/// Whether the environment asks for all inputs, `VARIABLE=all`, instead of a quick part: `UNICORN_TEST_REAL` (`make
+/// test-real`) or `UNICORN_TEST_DEMO` (`make test-demo`).
+pub fn wants_all(variable: &str) -> bool {
+    std::env::var(variable).is_ok_and(|value| value == "all")
+}
+
 /// Reports that the calling test cannot run here. The test must return immediately after, and check nothing:
 ///
 /// ```text

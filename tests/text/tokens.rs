@@ -144,7 +144,7 @@ fn the_real_tokenizer_matches_every_golden_case() {
     assert!(error.contains("<image_soft_token>") && error.contains("262144"), "{error}");
 
     let crate_decode = tokenizers::Tokenizer::from_bytes(&json).unwrap();
-    compare_detokenizer(&tokenizer, &crate_decode, 7, 300);
+    compare_detokenizer(&tokenizer, &crate_decode, 7, 300, 0);
     for hostile in hostile_texts(200_000) {
         let ids = tokenizer.encode(&hostile, false).unwrap();
         assert_eq!(tokenizer.decode(&ids, false), hostile.replace('▁', " "));
@@ -211,7 +211,7 @@ fn edited(change: impl FnOnce(&mut serde_json::Value)) -> Vec<u8> {
 fn an_unsupported_tokenizer_is_refused_with_the_field() {
     use serde_json::{Value, json};
     type Change = fn(&mut Value);
-    let refused: [(&str, Change); 14] = [
+    let refused: [(&str, Change); 16] = [
         ("model.type", |json| json["model"]["type"] = json!("WordPiece")),
         ("model.type is missing", |json| json["model"]["type"] = Value::Null),
         ("model.dropout", |json| json["model"]["dropout"] = json!(0.1)),
@@ -228,10 +228,13 @@ fn an_unsupported_tokenizer_is_refused_with_the_field() {
             json["decoder"] = json!({"type": "ByteLevel", "add_prefix_space": true, "trim_offsets": true, "use_regex": true});
         }),
         ("decoder is missing", |json| json["decoder"] = Value::Null),
-        ("decoder ends with Fuse, Strip", |json| {
-            let strip = json!({"type": "Strip", "content": " ", "start": 1, "stop": 0});
-            json["decoder"]["decoders"].as_array_mut().unwrap().push(strip);
+        ("decoder ends with ByteFallback, Strip", |json| {
+            strip_start(json, 1, 0);
+            strip_start(json, 1, 0);
+            json["decoder"]["decoders"].as_array_mut().unwrap().remove(2);
         }),
+        ("decoder step Strip is {\"content\":\" \",\"start\":1,\"stop\":1,", |json| strip_start(json, 1, 1)),
+        ("expected the content \" \", a start of 0 to 16 and the stop 0", |json| strip_start(json, 17, 0)),
         ("has the id 7", |json| json["added_tokens"][6]["id"] = json!(7)),
         ("id 4000000000", |json| json["model"]["vocab"]["zz"] = json!(4_000_000_000u32)),
         ("not a tokenizer.json", |json| *json = json!([1, 2])),
@@ -256,6 +259,12 @@ fn an_unsupported_tokenizer_is_refused_with_the_field() {
     let text = "this is the vim help";
     assert_eq!(cutting.encode(text, true).unwrap(), tokenizer().encode(text, true).unwrap());
     assert_eq!(cutting.encode("a", false).unwrap().len(), 1);
+}
+
+/// Adds the step that strips spaces to the end of the decoder.
+fn strip_start(json: &mut serde_json::Value, start: usize, stop: usize) {
+    let strip = serde_json::json!({"type": "Strip", "content": " ", "start": start, "stop": stop});
+    json["decoder"]["decoders"].as_array_mut().unwrap().push(strip);
 }
 
 /// A step that replaces each `pattern` by `content`.
@@ -589,12 +598,38 @@ fn random_text_survives_encoding() {
 #[test]
 fn incremental_detokenization_equals_decode() {
     let reference = tokenizers::Tokenizer::from_bytes(bytes("tokenizer-mini/tokenizer.json")).unwrap();
-    compare_detokenizer(&tokenizer(), &reference, 42, 3000);
+    compare_detokenizer(&tokenizer(), &reference, 42, 3000, 0);
 }
 
-/// Compares the detokenizer with the text of the tokens' bytes, and if the bytes are valid UTF-8, also with the crate.
-/// Many of the random ids are byte tokens.
-fn compare_detokenizer(tokenizer: &Tokenizer, reference: &tokenizers::Tokenizer, seed: u64, rounds: usize) {
+/// As the tokenizers of Llama 2 and Mistral do: encoding adds a space, and decoding removes it.
+#[test]
+fn spaces_are_stripped_from_the_start_of_a_text_only() {
+    for start in [1, 3] {
+        let file = edited(|json| {
+            let prepend = serde_json::json!({"type": "Prepend", "prepend": "▁"});
+            let spaces = json["normalizer"].take();
+            json["normalizer"] = serde_json::json!({"type": "Sequence", "normalizers": [prepend, spaces]});
+            strip_start(json, start, 0);
+        });
+        let tokenizer = Tokenizer::from_bytes(&file, "tokenizer.json").unwrap();
+        compare_detokenizer(&tokenizer, &tokenizers::Tokenizer::from_bytes(&file).unwrap(), 43, 2000, start);
+        let ids = tokenizer.encode(" help  me", false).unwrap();
+        let expected = if start == 1 { " help  me" } else { "help  me" };
+        assert_eq!(tokenizer.decode(&ids, true), expected);
+        let mut continued = tokenizer.detokenizer(true);
+        assert_eq!(ids.iter().map(|id| continued.push(*id).to_owned()).collect::<String>(), "  help  me");
+    }
+}
+
+/// Compares the detokenizer with the text of the tokens' bytes without up to `stripped` spaces at the start, and if the
+/// bytes are valid UTF-8, also with the crate. Many of the random ids are byte tokens.
+fn compare_detokenizer(
+    tokenizer: &Tokenizer,
+    reference: &tokenizers::Tokenizer,
+    seed: u64,
+    rounds: usize,
+    stripped: usize,
+) {
     println!("seed {seed}");
     let mut rng = ChaCha8Rng::seed_from_u64(seed);
     let vocab = tokenizer.vocab_size() as u32;
@@ -626,13 +661,15 @@ fn compare_detokenizer(tokenizer: &Tokenizer, reference: &tokenizers::Tokenizer,
             }
         }
         for skip_special in [false, true] {
-            let mut detokenizer = tokenizer.detokenizer(skip_special);
+            let mut detokenizer = tokenizer.detokenizer(skip_special).at_start();
             let mut text = String::new();
             for &id in &ids {
                 text.push_str(detokenizer.push(id));
             }
             text.push_str(detokenizer.finish());
             let expected = text_of_bytes(tokenizer, &ids, skip_special);
+            let spaces = expected.len() - expected.trim_start_matches(' ').len();
+            let expected = expected[spaces.min(stripped)..].to_owned();
             let golden = reference.decode(&ids, skip_special).unwrap();
             let cut = golden.contains(char::REPLACEMENT_CHARACTER);
             assert!(

@@ -155,7 +155,7 @@ impl Echo {
                     Prompt::Text(_) if is_whole => tokenizer.ids_in_front(),
                     _ => 0,
                 };
-                let mut offsets = Offsets::new(tokenizer.detokenizer(skips_special), 0);
+                let mut offsets = Offsets::new(tokenizer.detokenizer(skips_special).at_start(), 0);
                 let end = echo.text.chars().count();
                 let (added, ids) = ids.split_at(in_front.min(ids.len()));
                 echo.offsets = vec![0; added.len()];

@@ -116,11 +116,27 @@ pub(super) fn tokenizer_json(
     let eos = text_of(id("eos_token_id")?.unwrap_or(tokens.eos));
     let eos = if flag("add_eos_token", false)? { eos } else { None };
     let spaces = json!({"type": "Replace", "pattern": {"String": " "}, "content": SPACE});
-    let normalizer = match (splitting, flag("add_space_prefix", tokens.add_space_prefix)?) {
+    let prefixed = flag("add_space_prefix", tokens.add_space_prefix)?;
+    let normalizer = match (splitting, prefixed) {
         (Some(splitting), _) => splitting.normalizer(),
         (None, false) => spaces,
         (None, true) => {
             json!({"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": SPACE}, spaces]})
+        }
+    };
+    let decoder = match splitting {
+        Some(_) => byte_level::step(true),
+        None => {
+            let mut steps = vec![
+                json!({"type": "Replace", "pattern": {"String": SPACE}, "content": " "}),
+                json!({"type": "ByteFallback"}),
+                json!({"type": "Fuse"}),
+            ];
+            // Decoding removes the space that encoding adds.
+            if prefixed {
+                steps.push(json!({"type": "Strip", "content": " ", "start": 1, "stop": 0}));
+            }
+            json!({"type": "Sequence", "decoders": steps})
         }
     };
 
@@ -134,14 +150,7 @@ pub(super) fn tokenizer_json(
             "normalizer": normalizer,
             "pre_tokenizer": splitting.map_or(Json::Null, Splitting::pre_tokenizer),
             "post_processor": post_processor(bos, eos, &by_text),
-            "decoder": match splitting {
-                Some(_) => byte_level::step(true),
-                None => json!({"type": "Sequence", "decoders": [
-                    {"type": "Replace", "pattern": {"String": SPACE}, "content": " "},
-                    {"type": "ByteFallback"},
-                    {"type": "Fuse"},
-                ]}),
-            },
+            "decoder": decoder,
         }),
         model: Bpe {
             rest: json!({
