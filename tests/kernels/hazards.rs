@@ -9,7 +9,7 @@ use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError};
 use unicorn::gpu::{Buffer, Device, DevicePolicy, Need, Order, Recorder, Rehearsal, Shader};
 use unicorn::kernels::{
     Activations, Attention, AttentionBy, AttentionTile, Heads, History, Kernels, KvCache, LAST_SAMPLED,
-    LOGPROB_WORDS, Operand, Peak, Quantized, RmsNorm, Shares, StepArrays, Tiles, Wants, shaders,
+    LOGPROB_WORDS, LayerKind, Operand, Peak, Quantized, RmsNorm, Shares, StepArrays, Tiles, Wants, shaders,
 };
 use unicorn::model::load::LoadOptions;
 use unicorn::model::{Runner, SamplingParams};
@@ -38,18 +38,22 @@ fn device_with_order(order: Order) -> MutexGuard<'static, Arc<Device>> {
 
 #[test]
 fn golden_logits_have_the_same_bits_in_any_order_between_barriers() {
-    for variant in ["tiny-a", "tiny-b", "tiny-27b-ratio"] {
-        let goldens = Goldens::open(&data("gemma3").join(variant));
+    let gemma =
+        ["gemma3/tiny-a", "gemma3/tiny-b", "gemma3/tiny-27b-ratio"].map(|set| (set, &KvDtype::ALL[..]));
+    // Biases, and no norms of queries, keys or results.
+    let qwen2 = ("families/tiny-qwen2", &[KvDtype::F16][..]);
+    for (variant, kvs) in gemma.into_iter().chain([qwen2]) {
+        let goldens = Goldens::open(&data(variant));
         let prompts = ["short", "mid", "long"].map(|prompt| goldens.tokens(&format!("tokens.{prompt}")));
-        for kv in KvDtype::ALL {
+        for kv in kvs.iter().copied() {
             let options = LoadOptions { kv, ..LoadOptions::default() };
-            let mut model = goldens::load(&data("gemma3").join(variant), &options);
+            let mut model = goldens::load(&data(variant), &options);
             let expected = prompts.each_ref().map(|tokens| all_logits(&mut model, tokens));
             for order in ORDERS {
                 let device = device_with_order(order);
                 for max_batch_tokens in [256, 7] {
                     let options = LoadOptions { max_batch_tokens, ..options };
-                    let mut model = load_on(&device, &data("gemma3").join(variant), &options);
+                    let mut model = load_on(&device, &data(variant), &options);
                     for (tokens, expected) in prompts.iter().zip(&expected) {
                         let got = all_logits(&mut model, tokens);
                         assert!(got == *expected, "{variant}, {kv}, {order:?}, chunks of {max_batch_tokens}");
@@ -158,14 +162,16 @@ fn makers() -> Vec<Maker> {
     let tile = AttentionTile::emulated([16, 16, 16]).expect("the kernel can use it");
     for kv in KvDtype::ALL {
         for attending in [Some(&[(3, 1), (21, 1), (5, 1)][..]), Some(&[(3, 3), (21, 21)]), None] {
-            push_each_body(&mut all, move |b| attention(b, kv, attending));
+            push_each_body(&mut all, move |b| attention(b, kv, attending, LayerKind::default()));
             if attending.is_some() && kv != KvDtype::F32 {
                 all.push(Box::new(move |b| {
                     b.attention = AttentionBy::Subgroups(tile);
-                    attention(b, kv, attending)
+                    attention(b, kv, attending, LayerKind::default())
                 }));
             }
         }
+        let layers = LayerKind { has_biases: true, has_qk_norms: false, ..LayerKind::default() };
+        push_each_body(&mut all, move |b| attention(b, kv, Some(&[(3, 1), (21, 1), (5, 1)]), layers));
     }
     KvDtype::ALL.into_iter().for_each(|kv| push_each_body(&mut all, move |b| offload(b, kv)));
     all
@@ -248,12 +254,15 @@ fn quantizing(b: &mut Bench) -> Chain {
 }
 
 /// Kernels of [`norms`].
-const NORMS: usize = 5;
+const NORMS: usize = 7;
 
 /// One of the kernels that write f32, int8 or both, after a kernel that writes its input. No other barrier may hide
 /// that its own is missing.
 fn norms(b: &mut Bench, wants: Wants, which: usize) -> Chain {
     let (rows, dim) = (3, 100);
+    if which >= 5 {
+        b.make_layers(LayerKind { has_post_norms: false, ..LayerKind::default() });
+    }
     let [x, base] = [(); 2].map(|()| b.random(rows * dim, 1.0));
     let weight = b.random(dim, 1.0);
     let (x, hidden) = (b.activations(&x, dim), b.activations(&base, dim));
@@ -268,11 +277,11 @@ fn norms(b: &mut Bench, wants: Wants, which: usize) -> Chain {
     let mut written = Vec::new();
     // The gather reads two rows.
     let padded = if which == 2 { 2 } else { 4 };
-    if which != 3 {
+    if !matches!(which, 3 | 6) {
         written.extend(to.floats.as_ref().map(|floats| floats.buffer.clone()));
         written.extend(to.blocks.iter().flat_map(|blocks| planes(blocks, padded)));
     }
-    if matches!(which, 1 | 3) {
+    if matches!(which, 1 | 3 | 5 | 6) {
         written.push(hidden.buffer.clone());
     }
     Chain::new(format!("norms and activation, {which}, {wants:?}"), written, move |k, r| {
@@ -282,6 +291,8 @@ fn norms(b: &mut Bench, wants: Wants, which: usize) -> Chain {
             1 => k.residual(r, &x, Some(&norm), (&hidden, &norm), &to, rows),
             2 => k.rms_norm_gather(r, &x, &index, &norm, &to, 2),
             3 => k.rms_norm_add(r, &x, Some(&norm), &hidden, rows),
+            5 => k.residual(r, &x, None, (&hidden, &norm), &to, rows),
+            6 => k.rms_norm_add(r, &x, None, &hidden, rows),
             _ => k.glu(r, &hidden, &x, &to, rows),
         }
     })
@@ -400,12 +411,17 @@ fn attention_inputs(b: &mut Bench, paged: &Paged, kv: KvDtype) -> ([Activations;
 }
 
 /// `attending` has the length of each sequence and the number of its tokens in the step.
-fn attention(b: &mut Bench, kv: KvDtype, attending: Option<&[(usize, usize)]>) -> Chain {
+fn attention(b: &mut Bench, kv: KvDtype, attending: Option<&[(usize, usize)]>, layers: LayerKind) -> Chain {
     let shape = shape(4, 2, 32, 16, None);
+    b.make_layers(layers);
     b.make_heads(&shape, kv);
     let paged = Paged::new(b, shape, attending.unwrap_or(&[(3, 3), (21, 21)]));
     let tokens = paged.tokens().len();
-    let ([q, k, v], attention) = attention_inputs(b, &paged, kv);
+    let ([q, k, v], mut attention) = attention_inputs(b, &paged, kv);
+    if !layers.has_qk_norms {
+        attention.qk_norms = None;
+    }
+    attention.biases = layers.has_biases.then(|| [4, 2, 2].map(|heads| b.upload(&vec![0.5f32; heads * 32])));
     let (q_width, step) = (4 * 32, paged.arrays(b));
     // The result of attention is requested in f32, in int8 and in both.
     let wants = Wants { floats: kv != KvDtype::F16, blocks: kv != KvDtype::F32 };
@@ -429,7 +445,8 @@ fn attention(b: &mut Bench, kv: KvDtype, attending: Option<&[(usize, usize)]>) -
         Some(tokens) if tokens.iter().all(|(_, tokens)| *tokens == 1) => "and attention",
         Some(_) => "and attention of tiles",
     };
-    Chain::new(format!("keys, values {what}, {kv}, {}", b.attention), written, move |kernels, r| {
+    let biases = if layers.has_biases { ", biases" } else { "" };
+    Chain::new(format!("keys, values {what}, {kv}, {}{biases}", b.attention), written, move |kernels, r| {
         kernels.qkv_store(r, &attention, [&q, &k, &v], &step, tokens);
         if attends {
             kernels.attention(r, &attention, (&q, &partials), &step, &y, tokens);

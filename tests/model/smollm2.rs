@@ -17,17 +17,18 @@ use unicorn::tensor::{KvDtype, Precision};
 use unicorn::text::{ChatFiles, ChatTemplate, Message, PromptEnding, TemplateKwargs, Tokenizer};
 
 use crate::support::driver::{Driver, greedy, plain_sequence};
-use crate::support::goldens::{Goldens, all_logits, load};
+use crate::support::goldens::{Goldens, all_logits, load, load_on};
+use crate::support::kernel_bench::device_with;
 use crate::support::program::{printed, unicorn};
 use crate::support::tokenizers::{ByteLevelCase, DecodeCase, cases, smollm2};
-use crate::support::{data, reference, skip};
+use crate::support::{data, device, reference, skip, wants_all};
 
 /// Logits reach 42. The weakest mistake, an epsilon of 1e-6, moves a logit by 0.03.
 const BOUND: f32 = 2e-3;
 
 /// Whether everything runs.
 fn all() -> bool {
-    std::env::var("UNICORN_TEST_REAL").is_ok_and(|v| v == "all")
+    wants_all("UNICORN_TEST_REAL")
 }
 
 fn goldens() -> Goldens {
@@ -189,12 +190,15 @@ fn approximations_stay_near_the_model_deep_in_a_context() {
         return;
     }
     let text = goldens().tokens("tokens.nll");
-    let tile = AttentionTile::emulated([16, 16, 16]).expect("the kernel can use it");
+    // Without cooperative matrices, tiles are emulated, which would take hours for more than 512 tokens.
+    let (device, tile) = device_with(AttentionTile::of)
+        .unwrap_or_else(|| (device(), AttentionTile::emulated([16, 16, 16]).expect("the kernel can use it")));
+    let deepest_in_tiles = if device.info().caps.cooperative_matrices.is_empty() { 512 } else { 7000 };
     for depth in [512, 2048, 7000] {
         let tokens: Vec<u32> = text.iter().copied().cycle().take(depth).collect();
         let logits = |kv: KvDtype, attention: AttentionBy| {
             let options = LoadOptions { max_context: Some(8192), attention: Some(attention), ..fast(kv) };
-            let mut model = load(&path, &options);
+            let mut model = load_on(&device, &path, &options);
             let vocab = model.config().vocab_size;
             let mut last = Vec::new();
             model
@@ -212,12 +216,11 @@ fn approximations_stay_near_the_model_deep_in_a_context() {
             ("attention in tiles", KvDtype::F16, AttentionBy::Subgroups(tile), 1e-3),
             ("int8 keys and values", KvDtype::Int8, AttentionBy::Lanes, 0.02),
         ] {
-            // Tiles that are emulated would take hours.
-            if attention != AttentionBy::Lanes && depth > 512 {
+            if attention != AttentionBy::Lanes && depth > deepest_in_tiles {
                 continue;
             }
             let (kl, _) = reference::divergence(&exact, &logits(kv, attention), 49_152);
-            println!("{name} after {depth} tokens: mean KL divergence {kl:.2e} nats");
+            println!("{attention}, {name} after {depth} tokens: mean KL divergence {kl:.2e} nats");
             assert!(kl < bound, "{name} after {depth} tokens: {kl}");
         }
     }
