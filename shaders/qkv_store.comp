@@ -1,8 +1,8 @@
-// Between the q, k, v projections and attention: biases, QK-norm, RoPE, the attention scale, and the KV store.
+// Between the q, k, v projections and attention: biases, norms, RoPE, the attention scale, and the KV store.
 //
 //   q f32 [tokens, num_heads, head_dim]     q = rope(norm(q + bias)) * q_scale, in place
 //   k f32 [tokens, num_kv_heads, head_dim]  k_cache[slot] = rope(norm(k + bias))
-//   v f32 [tokens, num_kv_heads, head_dim]  v_cache[slot] = v + bias
+//   v f32 [tokens, num_kv_heads, head_dim]  v_cache[slot] = v + bias, normed without weights with VALUE_NORM. It may be k
 //   biases f32 [num_heads, head_dim] and [num_kv_heads, head_dim], only with BIAS; norms [head_dim], only with QK_NORM
 //   k_cache, v_cache  blocks of keys and of values (common/kv.glsl)
 //   rope  [position][head_dim / 2] of (cos, sin). The host computes it in f64, because Vulkan specifies the precision
@@ -22,6 +22,7 @@ layout(local_size_x = INVOCATIONS) in;
 
 layout(constant_id = 0) const uint QK_NORM = 1;
 layout(constant_id = 1) const uint BIAS = 0;
+layout(constant_id = 2) const uint VALUE_NORM = 0;
 
 layout(push_constant, std430) uniform Push {
     Floats q;
@@ -46,7 +47,7 @@ layout(push_constant, std430) uniform Push {
 };
 
 // The key or value to store in the cache.
-shared float row[256];
+shared float row[512];
 
 // Stores `row` in the cache, as this token's key or value of KV head `head`.
 void store(WriteUints cache, bool is_key, uint token, uint head) {
@@ -91,6 +92,13 @@ float projected(bool is_q, uint i, uint in_row) {
     return value;
 }
 
+float projected_value(uint i, uint in_row) {
+    return BIAS == 1 ? v.at[i] + v_bias_or_none.at[in_row] : v.at[i];
+}
+
+// The factor of a norm. Before the call, every lane must have shared its sum of squares.
+float factor_of_head() { return inversesqrt(workgroup_sum() / float(head_dim) + eps); }
+
 void main() {
     const uint token = gl_WorkGroupID.x, lane = gl_LocalInvocationID.x, half_dim = head_dim / 2;
     uint head = gl_WorkGroupID.y;
@@ -98,9 +106,21 @@ void main() {
     if (head >= num_heads + num_kv_heads) {
         head -= num_heads + num_kv_heads;
         const uint from = (token * num_kv_heads + head) * head_dim;
+        float value_factor = 1.0;
+        if (VALUE_NORM == 1) {
+            for (uint turn = 0; turn < TURNS; turn++) {
+                float squares = 0.0;
+                for (uint i = lane_of(turn); i < head_dim; i += WORKGROUP) {
+                    const float value = projected_value(from + i, head * head_dim + i);
+                    squares = fma(value, value, squares);
+                }
+                share(lane_of(turn), squares);
+            }
+            value_factor = factor_of_head();
+        }
         for (uint i = lane; i < head_dim; i += INVOCATIONS) {
-            row[i] = v.at[from + i];
-            if (BIAS == 1) row[i] += v_bias_or_none.at[head * head_dim + i];
+            row[i] = projected_value(from + i, head * head_dim + i);
+            if (VALUE_NORM == 1) row[i] *= value_factor;
         }
         store(v_cache, false, token, head);
         return;
@@ -120,7 +140,7 @@ void main() {
             }
             share(lane_of(turn), squares);
         }
-        factor = inversesqrt(workgroup_sum() / float(head_dim) + eps);
+        factor = factor_of_head();
     }
 
     const uint angles = positions.at[token] * half_dim;

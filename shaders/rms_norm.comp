@@ -2,8 +2,8 @@
 //
 //   default   y[t] = norm(x[t])
 //   GATHER    y[i] = norm(x[rows[i]])        (the final norm, of the rows whose logits are needed)
-//   ADD       hidden[t] += norm(x[t])        (the residual add after a post-norm)
-//   RESIDUAL  hidden[t] += norm(x[t]), and y[t] = norm(hidden[t]) with next_weight (the norm before the next matrices)
+//   ADD       hidden[t] = (hidden[t] + norm(x[t])) * scale  (the residual add after a post-norm)
+//   RESIDUAL  the same, and y[t] = norm(hidden[t]) with next_weight (the norm before the next matrices)
 //
 // Without POST_NORM, ADD and RESIDUAL add x[t] itself.
 //
@@ -46,6 +46,8 @@ layout(push_constant, std430) uniform Push {
     uint padded;
     float eps;
     float next_eps;
+    // Factor of the sum in ADD and RESIDUAL.
+    float scale;
 };
 
 // Replaces columns beyond the row by 0. Memory there may contain any values.
@@ -92,7 +94,7 @@ void main() {
         for (uint column = 4 * lane_of(turn); column < last; column += 4 * WORKGROUP) {
             vec4 added = within(x.at[from + column / 4], column);
             if (POST_NORM == 1) added = added * factor * weight_at(weight_or_none, column);
-            const vec4 sum = within(hidden.at[to + column / 4], column) + added;
+            const vec4 sum = (within(hidden.at[to + column / 4], column) + added) * scale;
             hidden.at[to + column / 4] = sum;
             squares = add_squares(squares, sum);
         }

@@ -222,14 +222,15 @@ void main() {
             barrier();
             score.y = part_sum[team * PARTS];
             for (uint p = 1; p < PARTS; p++) score.y += part_sum[team * PARTS + p];
-            if (lane < FOURS && index < item.tokens * GROUP) {
-                vec4 values = part_values[copies + lane];
-                for (uint p = 1; p < PARTS; p++) values += part_values[copies + p * FOURS + lane];
+            vec2 all = score;
+            for (uint four = lane; four < FOURS && index < item.tokens * GROUP; four += TILE) {
+                vec4 values = part_values[copies + four];
+                for (uint p = 1; p < PARTS; p++) values += part_values[copies + p * FOURS + four];
                 const uint at = partial_at(item, kv_head, index) * (FOURS + 1);
-                score = store_partial(at, lane, n, joined[index], values, score);
+                all = store_partial(at, four, n, joined[index], values, score);
             }
             barrier();
-            if (lane == 0) joined[index] = score;
+            if (lane == 0) joined[index] = all;
         }
     }
 }

@@ -442,7 +442,7 @@ impl Class {
             Role::Embedding | Role::Head => Some(Class::Embedding),
             Role::Projection(InputGroup::Qkv | InputGroup::Output) => Some(Class::Attention),
             Role::Projection(InputGroup::GateUp | InputGroup::Down) => Some(Class::FeedForward),
-            Role::Norm | Role::Bias => None,
+            Role::Norm | Role::Bias | Role::Scalar => None,
         }
     }
 }

@@ -12,6 +12,7 @@ use super::progress::Bar;
 use super::terminal::{bytes, print};
 use crate::checkpoint::{self, Manifest};
 use crate::config::Config;
+use crate::model::spec::AttentionHeads;
 use crate::text::visible;
 
 pub fn inspect(options: &Config, args: &args::Inspect) -> Result<(), Error> {
@@ -59,6 +60,12 @@ pub fn inspect(options: &Config, args: &args::Inspect) -> Result<(), Error> {
             "full_attention_layers": full_attention_layers,
             "hidden_size": config.hidden_size,
             "intermediate_size": config.intermediate_size,
+            "heads": config.distinct_heads().iter().map(|heads| json!({
+                "num_attention_heads": heads.num_attention_heads,
+                "num_key_value_heads": heads.num_key_value_heads,
+                "head_dim": heads.head_dim,
+                "layers": config.layers.iter().filter(|layer| layer.heads == *heads).count(),
+            })).collect::<Vec<_>>(),
             "num_attention_heads": config.heads().num_attention_heads,
             "num_key_value_heads": config.heads().num_key_value_heads,
             "head_dim": config.heads().head_dim,
@@ -102,15 +109,17 @@ pub fn inspect(options: &Config, args: &args::Inspect) -> Result<(), Error> {
             None => format!("{full_attention_layers}, all with full attention"),
         },
     );
+    let heads = config.distinct_heads().into_iter().map(|heads| {
+        let AttentionHeads { num_attention_heads, num_key_value_heads, head_dim } = heads;
+        format!("{num_attention_heads} heads and {num_key_value_heads} KV heads of {head_dim}")
+    });
     line(
         "shape",
         format!(
-            "hidden {}, feed-forward {}, {} heads and {} KV heads of {}, vocabulary {}",
+            "hidden {}, feed-forward {}, {}, vocabulary {}",
             config.hidden_size,
             config.intermediate_size,
-            config.heads().num_attention_heads,
-            config.heads().num_key_value_heads,
-            config.heads().head_dim,
+            heads.collect::<Vec<_>>().join(" or "),
             config.vocab_size
         ),
     );

@@ -96,6 +96,7 @@ pub struct Texts {
     template: ChatTemplate,
     defaults: SamplingOptions,
     stop_token_ids: Vec<u32>,
+    suppress_tokens: Vec<u32>,
 }
 
 /// A loaded model with its small files.
@@ -136,7 +137,8 @@ pub fn texts(files: &ModelFiles, config: ModelSpec, generation: &GenerationConfi
     // Some configs do not name the token with which the model ends its turns.
     let end_of_turn = tokenizer.end_of_turn();
     stop_token_ids.extend(end_of_turn.filter(|id| !config.eos_token_ids.contains(id)));
-    Ok(Texts { tokenizer, template, defaults: generation.sampling_defaults(), stop_token_ids })
+    let (defaults, suppress_tokens) = (generation.sampling_defaults(), config.suppress_tokens);
+    Ok(Texts { tokenizer, template, defaults, stop_token_ids, suppress_tokens })
 }
 
 /// Loads `files`.
@@ -544,7 +546,8 @@ pub fn service(files: &ModelFiles, config: &Config) -> Result<Service, Error> {
 impl Texts {
     /// The service of a model with a running engine.
     pub fn service(self, engine: EngineHandle, config: &Config) -> Service {
-        let service = Service::new(engine, self.tokenizer, self.template, self.defaults, self.stop_token_ids);
+        let service = Service::new(engine, self.tokenizer, self.template, self.defaults, self.stop_token_ids)
+            .with_suppressed(self.suppress_tokens);
         service.with_special_in_content(config.tokenizer.special_in_content)
     }
 }

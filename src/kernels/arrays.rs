@@ -5,8 +5,9 @@ use std::ops::Range;
 use crate::gpu::Buffer;
 use crate::tensor::KvDtype;
 
-/// The largest head dimension: the attention kernel holds a head in 64 vec4s. Head dimensions are multiples of 4.
-pub const MAX_HEAD_DIM: usize = 256;
+/// The largest head dimension: 64 lanes of the attention kernel hold two vec4s of a head each. Head dimensions are
+/// multiples of 4, and above 256 of 8.
+pub const MAX_HEAD_DIM: usize = 512;
 /// The most query heads per KV head: their queries and scores must fit into 32 KiB of shared memory.
 pub const MAX_GROUP: usize = 16;
 /// The most matrices that one dispatch multiplies with the same activations.
@@ -90,7 +91,7 @@ pub enum HiddenAct {
     Silu,
 }
 
-/// What the kernels of a layer compute, apart from shapes. The default has all norms and no bias.
+/// What the kernels of a layer compute, apart from shapes. The default has all norms with weights, and no bias.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct LayerKind {
     pub activation: HiddenAct,
@@ -100,13 +101,18 @@ pub struct LayerKind {
     pub has_qk_norms: bool,
     /// Whether queries, keys and values have biases.
     pub has_biases: bool,
+    /// Whether values are normed, without weights.
+    pub has_value_norm: bool,
 }
 
 impl LayerKind {
-    /// The values of the specialization constants SILU, POST_NORM, QK_NORM and BIAS.
-    pub(crate) fn constants(self) -> [u32; 4] {
-        let LayerKind { activation, has_post_norms, has_qk_norms, has_biases } = self;
-        [activation as u32, has_post_norms.into(), has_qk_norms.into(), has_biases.into()]
+    /// The values of the specialization constants SILU and POST_NORM, and of QK_NORM, BIAS and VALUE_NORM.
+    pub(crate) fn constants(self) -> ([u32; 2], [u32; 3]) {
+        let LayerKind { activation, has_post_norms, has_qk_norms, has_biases, has_value_norm } = self;
+        (
+            [activation as u32, has_post_norms.into()],
+            [has_qk_norms, has_biases, has_value_norm].map(u32::from),
+        )
     }
 }
 
@@ -117,6 +123,7 @@ impl Default for LayerKind {
             has_post_norms: true,
             has_qk_norms: true,
             has_biases: false,
+            has_value_norm: false,
         }
     }
 }
@@ -124,8 +131,10 @@ impl Default for LayerKind {
 /// Buffers and constants of attention in one layer, without its matrices.
 pub struct Attention {
     pub shape: AttentionShape,
-    /// The norms of queries and of keys, if there are any, both with the same epsilon.
+    /// The norms of queries and of keys, if there are any.
     pub qk_norms: Option<[RmsNorm; 2]>,
+    /// The epsilon of the norms of queries, keys and values.
+    pub norm_eps: f32,
     /// The biases of queries, keys and values, if there are any: f32, one for each element.
     pub biases: Option<[Buffer; 3]>,
     /// The RoPE table: f32 `[max position][head_dim / 2][cos, sin]`.

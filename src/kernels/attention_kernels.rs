@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use super::arrays::{Heads, MAX_GROUP, MAX_HEAD_DIM};
+use super::arrays::{Heads, MAX_GROUP};
 use super::attention::{TEAM_ROWS, TILE_ROWS};
 use super::shaders::{self, shader_named};
 use crate::gpu::{DeviceInfo, DeviceKind, Shader};
@@ -82,8 +82,9 @@ impl AttentionTile {
         let lanes = device.caps.required_subgroup_size(shaders::ATTENTION_IN_TILES_F16.workgroup)?;
         let all = device.caps.cooperative_matrices.iter().filter(|shape| shape.multiplies_f16());
         let usable = all.filter_map(|shape| AttentionTile::new([shape.m, shape.n, shape.k], lanes, false));
-        // These heads need the most shared memory.
-        let heads = Heads { group: MAX_GROUP, head_dim: MAX_HEAD_DIM, kv: KvDtype::Int8 };
+        // Of heads of this size, these need the most shared memory. A device that has room for them may have none for
+        // larger heads, and then refuses their kernels.
+        let heads = Heads { group: MAX_GROUP, head_dim: 256, kv: KvDtype::Int8 };
         let has_room = |tile: &AttentionTile| {
             let both = AttentionBy::Subgroups(*tile).pipelines(&heads);
             both.iter().all(|(shader, constants)| device.caps.missing(shader, constants).is_empty())

@@ -99,6 +99,7 @@ pub struct Kernels {
     attention_by: AttentionBy,
     attention_merge: OutputVariants,
     glu: OutputVariants,
+    softcap: Arc<Pipeline>,
     moments: Arc<Pipeline>,
     pool: Arc<Pipeline>,
     history: Arc<Pipeline>,
@@ -132,7 +133,7 @@ impl Kernels {
         let into = |kernel: &str, constants: &[u32]| OutputVariants::new(device, tiles, kernel, constants);
         let one =
             |shader: &'static Shader, constants: &[u32]| device.pipeline(tiles.body_of(shader), constants);
-        let [activation, post_norm, qk_norm, bias] = layers.constants();
+        let ([activation, post_norm], of_qkv) = layers.constants();
         Ok(Kernels {
             precision,
             layers,
@@ -143,11 +144,12 @@ impl Kernels {
             rms_norm_add: one(&shaders::RMS_NORM_ADD, &[post_norm])?,
             rms_norm_gather: into("rms_norm_gather", &[])?,
             residual: into("rms_norm_residual", &[post_norm])?,
-            qkv_store: one(shader_named(&format!("qkv_store_{kv}")), &[qk_norm, bias])?,
+            qkv_store: one(shader_named(&format!("qkv_store_{kv}")), &of_qkv)?,
             attention,
             attention_by,
             attention_merge: into("attention_merge", &[])?,
             glu: into("glu", &[activation])?,
+            softcap: device.pipeline(&shaders::SOFTCAP, &[])?,
             moments: device.pipeline(&shaders::MOMENTS, &[])?,
             pool: device.pipeline(&shaders::POOL, &[])?,
             history: device.pipeline(&shaders::HISTORY, &[])?,
@@ -309,34 +311,34 @@ impl Kernels {
         normalize(recorder, pipeline, (x, rows, None), Some(norm), None, (Some(y), rows));
     }
 
-    /// Computes `hidden[t] += norm(x[t])`, or `hidden[t] += x[t]` if the layers have no post-norms.
+    /// Computes `hidden[t] = (hidden[t] + norm(x[t])) * scale`, without `norm` if the layers have no post-norms.
     pub fn rms_norm_add(
         &self,
         recorder: &mut Recorder<'_>,
         x: &Activations,
-        norm: Option<&RmsNorm>,
+        (norm, scale): (Option<&RmsNorm>, f32),
         hidden: &Activations,
         rows: usize,
     ) {
         assert_eq!(norm.is_some(), self.layers.has_post_norms, "rms_norm_add: norm");
-        let all = (hidden, None);
+        let all = Added { hidden, next: None, scale };
         normalize(recorder, &self.rms_norm_add, (x, rows, None), norm, Some(all), (None, rows));
     }
 
-    /// Computes `hidden[t] += norm(x[t])`, or `hidden[t] += x[t]` if the layers have no post-norms, and then
+    /// Computes `hidden[t] = (hidden[t] + norm(x[t])) * scale`, without `norm` if the layers have no post-norms, and then
     /// `y[t] = next_norm(hidden[t])`.
     #[rustfmt::skip]
     pub fn residual(
         &self,
         recorder: &mut Recorder<'_>,
         x: &Activations,
-        norm: Option<&RmsNorm>,
+        (norm, scale): (Option<&RmsNorm>, f32),
         (hidden, next_norm): (&Activations, &RmsNorm),
         y: &Operand,
         rows: usize,
     ) {
         assert_eq!(norm.is_some(), self.layers.has_post_norms, "residual: norm");
-        let (pipeline, all) = (self.residual.pipeline(y), (hidden, Some(next_norm)));
+        let (pipeline, all) = (self.residual.pipeline(y), Added { hidden, next: Some(next_norm), scale });
         normalize(recorder, pipeline, (x, rows, None), norm, Some(all), (Some(y), rows));
     }
 
@@ -356,8 +358,8 @@ impl Kernels {
         normalize(recorder, pipeline, (x, all, Some(&index)), Some(norm), None, (Some(y), rows));
     }
 
-    /// Applies biases, QK-norm, RoPE and the query scale to `q`, in place. Applies biases, QK-norm and RoPE to `k`, and
-    /// stores `k` and `v` in the cache.
+    /// Applies biases, QK-norm, RoPE and the query scale to `q`, in place. Stores `k`, with biases, QK-norm and RoPE, and
+    /// `v`, with biases and its norm, in the cache. `v` may be `k`.
     pub fn qkv_store(
         &self,
         recorder: &mut Recorder<'_>,
@@ -366,15 +368,14 @@ impl Kernels {
         step: &StepArrays,
         tokens: usize,
     ) {
-        let Attention { shape, qk_norms, biases, rope, q_scale, cache } = attention;
+        let Attention { shape, qk_norms, norm_eps, biases, rope, q_scale, cache } = attention;
         let (Heads { kv, .. }, _) = self.attention_of(shape);
         let stored = kv.block_bytes(tokens * shape.num_kv_heads, shape.head_dim) as u64;
         assert_eq!(qk_norms.is_some(), self.layers.has_qk_norms, "qkv_store: norms");
         assert_eq!(biases.is_some(), self.layers.has_biases, "qkv_store: biases");
         let [q_width, kv_width] = [shape.num_heads, shape.num_kv_heads].map(|heads| heads * shape.head_dim);
         let norms = qk_norms.as_ref().map(|norms| {
-            let [q_norm, k_norm] = norms;
-            assert!(q_norm.eps == k_norm.eps, "qkv_store: q_norm and k_norm have different eps");
+            assert!(norms.iter().all(|norm| norm.eps == *norm_eps), "qkv_store: norms with different eps");
             norms.each_ref().map(|norm| words(&norm.weight, shape.head_dim, "qkv_store: norm"))
         });
         let norm = |i: usize| norms.as_ref().map(|norms| &norms[i]);
@@ -401,7 +402,7 @@ impl Kernels {
             num_kv_heads: shape.num_kv_heads as u32,
             head_dim: shape.head_dim as u32,
             block_size: shape.block_size as u32,
-            eps: qk_norms.as_ref().map_or(0.0, |[q_norm, _]| q_norm.eps),
+            eps: *norm_eps,
             q_scale: *q_scale,
         };
         let groups = [tokens as u32, (shape.num_heads + 2 * shape.num_kv_heads) as u32, 1];
@@ -535,6 +536,17 @@ impl Kernels {
         recorder.dispatch(self.glu.pipeline(y), &arguments, [fours(gate.width), rows as u32, 1]);
     }
 
+    /// Computes `x[t] = cap * tanh(x[t] / cap)`, in place.
+    pub fn softcap(&self, recorder: &mut Recorder<'_>, x: &Activations, cap: f32, rows: usize) {
+        let arguments = shaders::Softcap {
+            x: &x.used(rows, x.width, "softcap: x"),
+            width: x.width as u32,
+            stride: x.stride as u32,
+            cap,
+        };
+        recorder.dispatch(&self.softcap, &arguments, [fours(x.width), rows as u32, 1]);
+    }
+
     /// Adds the sum of `x[t, c]^2` over `tokens` rows to `sums[c]`, one f32 for each column `c`.
     pub fn moments(&self, recorder: &mut Recorder<'_>, x: &Activations, sums: &Buffer, tokens: usize) {
         let arguments = shaders::Moments {
@@ -580,8 +592,10 @@ fn attention_kernels(
 ) -> Result<(AttentionBy, AttentionKernels), GpuError> {
     let kv = heads[0].kv;
     for Heads { group, head_dim, kv: other } in heads {
-        let is_supported =
-            *group <= MAX_GROUP && *head_dim <= MAX_HEAD_DIM && head_dim.is_multiple_of(4) && *other == kv;
+        let is_supported = *group <= MAX_GROUP
+            && *head_dim <= MAX_HEAD_DIM
+            && head_dim.is_multiple_of(if *head_dim > 256 { 8 } else { 4 })
+            && *other == kv;
         assert!(is_supported, "attention: heads {heads:?}");
     }
     let make = |by: AttentionBy| -> Result<(AttentionBy, AttentionKernels), GpuError> {
@@ -635,17 +649,24 @@ fn fours(width: usize) -> u32 {
     width.div_ceil(1024) as u32
 }
 
-/// Records any variant of the RMSNorm kernel. `added` is the residual stream `hidden`, with an optional second norm.
-/// Without `norm`, `x` itself is added.
+/// The residual stream that a normed row is added to: the factor of the sum, and the norm that follows.
+struct Added<'a> {
+    hidden: &'a Activations,
+    next: Option<&'a RmsNorm>,
+    scale: f32,
+}
+
+/// Records any variant of the RMSNorm kernel. Without `norm`, `x` itself is added.
 fn normalize(
     recorder: &mut Recorder<'_>,
     pipeline: &Pipeline,
     (x, x_rows, index): (&Activations, usize, Option<&Buffer>),
     norm: Option<&RmsNorm>,
-    added: Option<(&Activations, Option<&RmsNorm>)>,
+    added: Option<Added<'_>>,
     (y, rows): (Option<&Operand>, usize),
 ) {
-    let (hidden, next) = (added.map(|(hidden, _)| hidden), added.and_then(|(_, next)| next));
+    let hidden = added.as_ref().map(|added| added.hidden);
+    let next = added.as_ref().and_then(|added| added.next);
     let floats = y.and_then(|y| y.floats.as_ref());
     let blocks = y.and_then(|y| y.blocks.as_ref());
     let planes = blocks.map(|blocks| blocks.planes(rows, x.width, "rms_norm: y"));
@@ -669,6 +690,7 @@ fn normalize(
         padded: planes.as_ref().map_or(0, |to| to.stride),
         eps: norm.map_or(0.0, |norm| norm.eps),
         next_eps: next.map_or(0.0, |next| next.eps),
+        scale: added.map_or(1.0, |added| added.scale),
     };
     recorder.dispatch(pipeline, &arguments, [rows as u32, 1, 1]);
 }

@@ -36,14 +36,14 @@ fn of_int8(shader: &'static Shader, way: Way, tiles: &[Tile], gated: &[Option<Hi
 /// head.
 #[doc(hidden)]
 pub fn all_pipelines(layers: LayerKind, group: u32, head_dim: u32) -> Vec<(&'static Shader, Vec<u32>)> {
-    let [activation, post_norms, qk_norms, biases] = layers.constants();
+    let ([activation, post_norms], of_qkv) = layers.constants();
     let constants = |shader: &'static Shader| -> Vec<Vec<u32>> {
         match shader.constants.iter().map(|(_, name)| *name).collect::<Vec<_>>()[..] {
             [] => vec![vec![]],
             ["COLUMNS"] => GPU_TILES.iter().map(|tile| vec![tile.columns]).collect(),
             ["SILU"] => vec![vec![activation]],
             ["POST_NORM"] => vec![vec![post_norms]],
-            ["QK_NORM", "BIAS"] => vec![vec![qk_norms, biases]],
+            ["QK_NORM", "BIAS", "VALUE_NORM"] => vec![of_qkv.to_vec()],
             ["COLUMNS", "GATED", "SCALE_BLOCKS", ..] => {
                 let either = [None, Some(layers.activation)];
                 let mut all = of_int8(shader, Way::COUNTED, GPU_TILES, &either);

@@ -242,9 +242,8 @@ pub fn qkv_store(heads: &Heads, tokens: usize, layers: LayerKind) -> Dispatch {
         KvDtype::F16 => &shaders::QKV_STORE_F16,
         KvDtype::Int8 => &shaders::QKV_STORE_INT8,
     };
-    let [.., qk_norm, bias] = layers.constants();
     Dispatch {
-        constants: vec![qk_norm, bias],
+        constants: layers.constants().1.to_vec(),
         trips: head_dim.div_ceil(64) as f64,
         kv_bytes: tokens as u64 * heads.row_bytes(),
         // The kernel reads queries and writes them in place.
@@ -313,6 +312,13 @@ pub fn glu(rows: usize, width: usize, wants: Wants, activation: HiddenAct) -> Di
         constants: vec![activation as u32],
         activation_bytes: floats(2 * rows * width) + bytes,
         ..Dispatch::new(shader, rows * width.div_ceil(1024))
+    }
+}
+
+pub fn softcap(rows: usize, width: usize) -> Dispatch {
+    Dispatch {
+        activation_bytes: floats(2 * rows * width),
+        ..Dispatch::new(&shaders::SOFTCAP, rows * width.div_ceil(1024))
     }
 }
 

@@ -14,7 +14,7 @@ use crate::kernels::{
 };
 use crate::model::memory::{MAX_SEQUENCES, partials};
 use crate::model::rig::{Make, ROTATED_BYTES, Rig, SPAN, copies, gpu_error};
-use crate::model::spec::ModelSpec;
+use crate::model::spec::{AttentionHeads, ModelSpec};
 use crate::tensor::{KvDtype, Precision, Scheme};
 
 const BLOCK_SIZE: usize = 16;
@@ -168,7 +168,8 @@ impl Choice {
 impl Case {
     /// Least bytes read and written: each input and each output once.
     pub fn bytes(&self) -> u64 {
-        let (heads, layers) = (cost::Heads::of(&self.spec.heads(), self.kv), self.spec.layer_kind());
+        let heads = self.layer_heads();
+        let (heads, layers) = (cost::Heads::of(&heads, self.kv), self.spec.layer_kind());
         let dispatch = match self.work {
             KernelWork::Matmul { scheme, rows, cols, tokens } => {
                 cost::matmul(self.precision, scheme, &[rows], cols, tokens)
@@ -181,7 +182,7 @@ impl Case {
                 let all = sequences * tokens;
                 let kv = sequences as u64 * heads.kv_bytes(&(depth..depth + tokens), window);
                 // Partials between the dispatches are neither input nor output.
-                return kv + (2 * 4 * all * self.spec.heads().q_width()) as u64;
+                return kv + (2 * 4 * all * self.layer_heads().q_width()) as u64;
             }
             KernelWork::QkvStore { tokens } => cost::qkv_store(&heads, tokens, layers),
             KernelWork::RmsNorm { width, tokens } => cost::rms_norm(tokens, width, self.wants()),
@@ -203,7 +204,7 @@ impl Case {
             KernelWork::Attention { sequences, tokens, depth, window } => {
                 let keys = |position: usize| (position + 1).min(window.unwrap_or(usize::MAX));
                 let seen: usize = (depth..depth + tokens).map(keys).sum();
-                Some(4 * (sequences * seen * self.spec.heads().q_width()) as u64)
+                Some(4 * (sequences * seen * self.layer_heads().q_width()) as u64)
             }
             _ => None,
         }
@@ -215,8 +216,16 @@ impl Case {
         Wants { floats: !fast, blocks: fast }
     }
 
+    /// The heads of the layers that the case is about: those with the window of its attention, or the first layer.
+    fn layer_heads(&self) -> AttentionHeads {
+        match self.work {
+            KernelWork::Attention { window, .. } => self.spec.heads_in(window),
+            _ => self.spec.heads(),
+        }
+    }
+
     fn heads(&self) -> Heads {
-        let heads = self.spec.heads();
+        let heads = self.layer_heads();
         Heads { group: heads.group(), head_dim: heads.head_dim, kv: self.kv }
     }
 }
@@ -278,8 +287,8 @@ impl Rig {
     pub fn prepare(&mut self, case: &Case) -> Result<Prepared, GpuError> {
         let kernels = self.kernels(case)?;
         let mut make = self.make();
-        let s = &case.spec;
-        let [heads, kv_heads] = [s.heads().q_width(), s.heads().kv_width()];
+        let layer_heads = case.layer_heads();
+        let [heads, kv_heads] = [layer_heads.q_width(), layer_heads.kv_width()];
         let (record, output): (Record, Buffer) = match case.work {
             KernelWork::Matmul { scheme, rows, cols, tokens } => {
                 let matrices = make.matrices(scheme, rows, cols, case.bytes())?;
@@ -348,7 +357,7 @@ impl Rig {
                 let post_norm = case.spec.layer_kind().has_post_norms.then(|| norm.clone());
                 let adds = matches!(case.work, KernelWork::Residual { .. });
                 let record = move |r: &mut Recorder<'_>, _| match adds {
-                    true => kernels.residual(r, &x, post_norm.as_ref(), (&hidden, &norm), &y, tokens),
+                    true => kernels.residual(r, &x, (post_norm.as_ref(), 1.0), (&hidden, &norm), &y, tokens),
                     false => kernels.rms_norm(r, &x, &norm, &y, tokens),
                 };
                 (Box::new(record), output)
@@ -419,7 +428,7 @@ impl Make<'_> {
         window: Option<usize>,
         bytes: u64,
     ) -> Result<Vec<Attention>, GpuError> {
-        let (s, heads) = (&case.spec, case.spec.heads());
+        let (s, heads) = (&case.spec, case.layer_heads());
         let blocks = sequences * len.div_ceil(BLOCK_SIZE);
         let block_bytes = case.kv.block_bytes(BLOCK_SIZE * heads.num_key_value_heads, heads.head_dim);
         let cache_bytes = (blocks * block_bytes) as u64;
@@ -450,7 +459,7 @@ impl Make<'_> {
                 KvCache { keys: self.filled(cache_bytes, word)?, values: self.filled(cache_bytes, word)? };
             let (qk_norms, biases, rope) = (qk_norms.clone(), biases.clone(), rope.clone());
             let q_scale = s.score_scale as f32;
-            Ok(Attention { shape, qk_norms, biases, rope, q_scale, cache })
+            Ok(Attention { shape, qk_norms, norm_eps: 1e-6, biases, rope, q_scale, cache })
         };
         (0..copies(bytes)).map(|_| layer()).collect()
     }

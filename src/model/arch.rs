@@ -8,7 +8,7 @@ use serde_json::{Map, Value};
 
 use super::config::{ConfigError, GenerationConfig, Level, union};
 use super::spec::{Arch, ModelSpec, Shape};
-use super::{gemma3, llama, qwen2, qwen3};
+use super::{gemma3, gemma4, llama, qwen2, qwen3};
 use crate::checkpoint::gguf::GgufArch;
 use crate::checkpoint::{CheckpointError, ModelFiles, short};
 
@@ -16,7 +16,7 @@ const CONFIG_FILE: &str = "config.json";
 const GENERATION_CONFIG_FILE: &str = "generation_config.json";
 
 /// All architectures.
-static ARCHS: [&Arch; 4] = [&gemma3::ARCH, &llama::ARCH, &qwen2::ARCH, &qwen3::ARCH];
+static ARCHS: [&Arch; 5] = [&gemma3::ARCH, &gemma4::ARCH, &llama::ARCH, &qwen2::ARCH, &qwen3::ARCH];
 /// How GGUF files of each architecture are read.
 static GGUF_ARCHS: [&GgufArch; ARCHS.len()] = {
     let mut all = [ARCHS[0].gguf; ARCHS.len()];
@@ -52,7 +52,9 @@ pub fn load(files: &ModelFiles) -> Result<(ModelSpec, GenerationConfig), ConfigE
         generation = GenerationConfig::from_json(&bytes, &file)?;
         let level = Level { file: &file, prefix: String::new(), object: &Map::new() };
         level.check_ids("eos_token_id", &generation.eos_token_ids, spec.vocab_size)?;
+        level.check_ids("suppress_tokens", &generation.suppress_tokens, spec.vocab_size)?;
         spec.eos_token_ids = union([spec.eos_token_ids, generation.eos_token_ids.clone()]);
+        spec.suppress_tokens = union([spec.suppress_tokens, generation.suppress_tokens.clone()]);
     }
     Ok((spec, generation))
 }

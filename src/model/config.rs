@@ -12,6 +12,7 @@ use serde_json::{Map, Value};
 
 use super::SamplingOptions;
 use crate::checkpoint::{CheckpointError, parse_config, short};
+use crate::kernels;
 
 pub(super) const MAX_VOCAB: u64 = 1 << 20;
 pub(super) const MAX_HIDDEN: u64 = 1 << 16;
@@ -20,6 +21,7 @@ pub(super) const MAX_HIDDEN: u64 = 1 << 16;
 pub(super) const MAX_INTERMEDIATE: u64 = 1 << 17;
 pub(super) const MAX_LAYERS: u64 = 1024;
 pub(super) const MAX_HEADS: u64 = 1024;
+pub(super) const MAX_HEAD_DIM: u64 = kernels::MAX_HEAD_DIM as u64;
 pub(super) const MAX_POSITIONS: u64 = 1 << 24;
 
 /// A config describes no model that can be computed. One line: file, field, problem.
@@ -40,6 +42,8 @@ pub struct GenerationConfig {
     pub do_sample: Option<bool>,
     pub sampling: SamplingOptions,
     pub eos_token_ids: Vec<u32>,
+    /// Ids that are never drawn.
+    pub suppress_tokens: Vec<u32>,
 }
 
 impl GenerationConfig {
@@ -64,6 +68,7 @@ impl GenerationConfig {
                 ..SamplingOptions::default()
             },
             eos_token_ids: union([level.ids("eos_token_id")?]),
+            suppress_tokens: union([level.ids("suppress_tokens")?]),
         })
     }
 
@@ -107,6 +112,36 @@ impl TokenIds {
     }
 }
 
+/// The positions that a layer's attention sees.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum LayerType {
+    /// The last `sliding_window` positions, the token's own included.
+    SlidingAttention,
+    /// All positions.
+    FullAttention,
+}
+
+impl LayerType {
+    /// The list `layer_types`, with an entry for each layer; `None` if it is absent.
+    pub(super) fn read_all(text: &Level, layers: usize) -> Result<Option<Vec<LayerType>>, ConfigError> {
+        let Some(value) = text.get("layer_types") else { return Ok(None) };
+        let Value::Array(types) = value else { return Err(text.mismatch("layer_types", value, "a list")) };
+        if types.len() != layers {
+            let problem = format!("has {} entries; expected num_hidden_layers ({layers})", types.len());
+            return Err(text.error("layer_types", problem));
+        }
+        let read = |(i, value): (usize, &Value)| match value.as_str() {
+            Some("sliding_attention") => Ok(LayerType::SlidingAttention),
+            Some("full_attention") => Ok(LayerType::FullAttention),
+            _ => Err(text.error(
+                &format!("layer_types[{i}]"),
+                format!("is {}; expected \"sliding_attention\" or \"full_attention\"", show(value)),
+            )),
+        };
+        types.iter().enumerate().map(read).collect::<Result<_, _>>().map(Some)
+    }
+}
+
 /// A value as a message may quote it.
 pub(super) fn show(value: &Value) -> String {
     match value {
@@ -133,6 +168,31 @@ impl<'a> Level<'a> {
             problem: format!("is {}; expected a JSON object", show(config)),
         })?;
         Ok(Level { file, prefix: String::new(), object })
+    }
+
+    /// The object that describes the language model: that in `text_config`, whose `model_type` is one of `text`, or the
+    /// root. A root with a `model_type` of `wrapped` has the object.
+    pub fn language_model(&self, wrapped: &[&str], text: &[&str]) -> Result<Level<'a>, ConfigError> {
+        let is_wrapped = self.text("model_type")?.is_some_and(|own| wrapped.contains(&own));
+        match self.get("text_config") {
+            Some(Value::Object(object)) => {
+                let level = Level { file: self.file, prefix: "text_config.".into(), object };
+                match level.text("model_type")? {
+                    Some(other) if !text.contains(&other) => {
+                        let names: Vec<String> = text.iter().map(|name| format!("{name:?}")).collect();
+                        let expected = names.join(" or ");
+                        let problem = format!("{:?} is not supported; expected {expected}", short(other));
+                        Err(level.error("model_type", problem))
+                    }
+                    _ => Ok(level),
+                }
+            }
+            Some(other) => Err(self.mismatch("text_config", other, "an object")),
+            None if is_wrapped && self.get("hidden_size").is_none() => {
+                Err(self.error("text_config", "is missing; expected the language model's fields there"))
+            }
+            None => Ok(self.clone()),
+        }
     }
 
     pub fn get(&self, name: &str) -> Option<&'a Value> {

@@ -64,6 +64,10 @@ impl ModelRunner {
         kernels.rms_norm_gather(recorder, &scratch.hidden, &frame.logit_rows, &self.norm, &final_rows, rows);
         recorder.label("lm_head");
         kernels.head(recorder, head, &scratch.logits.raw, &final_rows, rows);
+        if let Some(cap) = self.config.final_logit_softcap {
+            recorder.label("soft cap");
+            kernels.softcap(recorder, &scratch.logits.raw, cap, rows);
+        }
         recorder.label("sample");
         if wanted.requests.is_empty() {
             let bytes = Activations::bytes(rows, self.config.vocab_size);
@@ -128,8 +132,9 @@ impl ModelRunner {
     }
 
     /// One decoder layer for the step's tokens `rows`: attention and the feed-forward network, each after a norm, and
-    /// before a second one in some architectures, added to the residual stream. A layer leaves the feed-forward result in `delta`. The next layer adds it, in one
-    /// kernel with its first norm. After the last layer, a separate kernel adds it.
+    /// before a second one in some architectures, added to the residual stream, which some architectures then multiply
+    /// by a number. A layer leaves the feed-forward result in `delta`. The next layer adds it, in one kernel with its
+    /// first norm. After the last layer, a separate kernel adds it.
     pub(super) fn record_layer(
         &self,
         recorder: &mut Recorder<'_>,
@@ -140,16 +145,21 @@ impl ModelRunner {
         self.record_projections(recorder, index, step, rows.clone());
         let attention = &self.layers[index].attention;
         // The items of attention count rows from the step's first token, so the queries are not cut to `rows`.
-        let (all_queries, partials) = (&self.scratch.q, &self.scratch.partials);
+        let Scratch { q: all_queries, partials, .. } = &self.scratch_of(index);
         let attended = self.attended(index, &rows);
         recorder.label(if attention.shape.window.is_some() { "sliding" } else { "full" });
         self.kernels.attention(recorder, attention, (all_queries, partials), step, &attended, rows.len());
         self.record_rest(recorder, index, rows);
     }
 
+    /// The activations in the widths of a layer.
+    pub(crate) fn scratch_of(&self, index: usize) -> Scratch {
+        self.scratch.with_heads(&self.config.layers[index].heads)
+    }
+
     /// The result of a layer's attention for some rows, in the form that the output projection takes.
     pub(crate) fn attended(&self, index: usize, rows: &Range<usize>) -> Operand {
-        let Scratch { attended, attended_blocks, .. } = &self.scratch;
+        let Scratch { attended, attended_blocks, .. } = &self.scratch_of(index);
         Operand::new(self.layers[index].wants.output, &attended.rows(rows), attended_blocks)
     }
 
@@ -177,30 +187,33 @@ impl ModelRunner {
     ) {
         let layer = &self.layers[index];
         let (kernels, tokens) = (&self.kernels, rows.len());
-        let Scratch { hidden, normed, delta, q, k, v, normed_blocks, .. } = &self.scratch.rows(&rows);
+        let Scratch { hidden, normed, delta, q, k, v, normed_blocks, .. } =
+            &self.scratch_of(index).rows(&rows);
         let normed_in = Operand::new(layer.wants.qkv, normed, normed_blocks);
         let first_norm = &layer.norms.input_layernorm;
         recorder.label("input norm");
         match index.checked_sub(1) {
             None => kernels.rms_norm(recorder, hidden, first_norm, &normed_in, tokens),
             Some(before) => {
-                let norm = self.layers[before].norms.post_feedforward_layernorm.as_ref();
-                kernels.residual(recorder, delta, norm, (hidden, first_norm), &normed_in, tokens);
+                let last = self.layers[before].last_add();
+                kernels.residual(recorder, delta, last, (hidden, first_norm), &normed_in, tokens);
             }
         }
         self.add_squares(recorder, index, InputGroup::Qkv, normed, tokens);
         let Projections { q_proj, k_proj, v_proj, .. } = &layer.projections;
-        let products = [(q_proj, q), (k_proj, k), (v_proj, v)];
+        let v_product = v_proj.as_ref().map(|v_proj| (v_proj, v));
+        let products: Vec<_> = [(q_proj, q), (k_proj, k)].into_iter().chain(v_product).collect();
         recorder.label("qkv");
         kernels.matmul(recorder, &products, &normed_in, tokens);
-        kernels.qkv_store(recorder, &layer.attention, [q, k, v], step, tokens);
+        let values = if v_proj.is_some() { v } else { k };
+        kernels.qkv_store(recorder, &layer.attention, [q, k, values], step, tokens);
     }
 
     /// What a layer computes after attention.
     pub(crate) fn record_rest(&self, recorder: &mut Recorder<'_>, index: usize, rows: Range<usize>) {
         let layer = &self.layers[index];
         let (kernels, tokens) = (&self.kernels, rows.len());
-        let scratch = self.scratch.rows(&rows);
+        let scratch = self.scratch_of(index).rows(&rows);
         let Scratch { hidden, normed, delta, attended, gate, up, .. } = &scratch;
         let Projections { o_proj, gate_proj, up_proj, down_proj, .. } = &layer.projections;
         let normed_in = Operand::new(layer.wants.gate_up, normed, &scratch.normed_blocks);
@@ -212,7 +225,7 @@ impl ModelRunner {
         let norm = layer.norms.post_attention_layernorm.as_ref();
         let next = (hidden, &layer.norms.pre_feedforward_layernorm);
         recorder.label("feed-forward norm");
-        kernels.residual(recorder, delta, norm, next, &normed_in, tokens);
+        kernels.residual(recorder, delta, (norm, 1.0), next, &normed_in, tokens);
         self.add_squares(recorder, index, InputGroup::GateUp, normed, tokens);
         recorder.label("gate, up");
         kernels.gated(recorder, [gate_proj, up_proj], &normed_in, [gate, up], &gated_in, tokens);
@@ -221,8 +234,7 @@ impl ModelRunner {
         kernels.matmul(recorder, &[(down_proj, delta)], &gated_in, tokens);
         if index + 1 == self.layers.len() {
             recorder.label("last add");
-            let norm = layer.norms.post_feedforward_layernorm.as_ref();
-            kernels.rms_norm_add(recorder, delta, norm, hidden, tokens);
+            kernels.rms_norm_add(recorder, delta, layer.last_add(), hidden, tokens);
         }
     }
 }

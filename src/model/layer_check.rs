@@ -98,8 +98,8 @@ impl ModelRunner {
             // `normed` is not in use until then.
             let sum = model.scratch.normed.rows(&(0..1));
             recorder.copy(&hidden.buffer, &sum.buffer, place.size());
-            let norm = model.layers[after - 1].norms.post_feedforward_layernorm.as_ref();
-            model.kernels.rms_norm_add(recorder, &delta, norm, &sum, 1);
+            let last = model.layers[after - 1].last_add();
+            model.kernels.rms_norm_add(recorder, &delta, last, &sum, 1);
             recorder.copy(&sum.buffer, place, place.size());
         };
         self.run_keeping(0, &batch, wanted, Some(&keep))?;

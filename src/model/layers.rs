@@ -3,11 +3,13 @@
 use std::ops::Range;
 
 use super::memory;
-use super::spec::ModelSpec;
+use super::spec::{AttentionHeads, ModelSpec};
 use super::tensors::{Inputs, Norms, Projections};
 use crate::gpu::placement::{Class, MemoryKind};
 use crate::gpu::{Arena, Buffer, GpuError};
-use crate::kernels::{Activations, Attention, Logits, Matrix, Partials, Quantized, RmsNorm, Wants};
+use crate::kernels::{
+    Activations, Attention, Logits, Matrix, Partials, Quantized, RmsNorm, Wants, partial_width,
+};
 
 /// The weights of one layer on the device, with its KV cache.
 pub(crate) struct DeviceLayer {
@@ -16,10 +18,19 @@ pub(crate) struct DeviceLayer {
     pub(crate) attention: Attention,
     pub(super) projections: Projections<Matrix>,
     pub(super) norms: Norms<RmsNorm>,
+    /// The factor of the residual stream after the layer.
+    pub(super) scale: f32,
     /// The form in which each group of matrices takes its input.
     pub(super) wants: Inputs<Wants>,
     /// For calibration: sums of the squares of each group's input, an f32 for each column.
     pub(crate) moments: Option<Inputs<Buffer>>,
+}
+
+impl DeviceLayer {
+    /// The norm of the feed-forward result before it is added to the residual stream, and the factor of the sum.
+    pub(super) fn last_add(&self) -> (Option<&RmsNorm>, f32) {
+        (self.norms.post_feedforward_layernorm.as_ref(), self.scale)
+    }
 }
 
 /// Activations of a step, `[max_batch_tokens, ..]` f32 each.
@@ -30,7 +41,7 @@ pub(crate) struct Scratch {
     /// A normed copy of the residual stream, `[hidden_size]`, and the output of the last sublayer, `[hidden_size]`.
     pub(super) normed: Activations,
     pub(super) delta: Activations,
-    /// Queries, and the result of attention, `[num_attention_heads * head_dim]`.
+    /// Queries, and the result of attention, `[num_attention_heads * head_dim]`, of the layers with the largest rows.
     pub(crate) q: Activations,
     pub(super) attended: Activations,
     /// Keys, and values, `[num_key_value_heads * head_dim]`.
@@ -68,6 +79,23 @@ impl Scratch {
             v: v.rows(rows),
             gate: gate.rows(rows),
             up: up.rows(rows),
+            ..self.clone()
+        }
+    }
+
+    /// The activations in the widths of a layer with these heads.
+    pub(super) fn with_heads(&self, heads: &AttentionHeads) -> Scratch {
+        let of = |all: &Activations, width: usize| Activations::new(all.buffer.clone(), width);
+        let (q, kv) = (heads.q_width(), heads.kv_width());
+        let partial = partial_width(heads.num_attention_heads, heads.head_dim);
+        let Partials { single, tiles } = &self.partials;
+        Scratch {
+            q: of(&self.q, q),
+            attended: of(&self.attended, q),
+            k: of(&self.k, kv),
+            v: of(&self.v, kv),
+            partials: Partials { single: of(single, partial), tiles: of(tiles, partial) },
+            attended_blocks: Quantized::new(self.attended_blocks.buffer.clone(), q),
             ..self.clone()
         }
     }

@@ -440,13 +440,11 @@ impl<'a> Load<'a> {
         let Source { config, checkpoint, .. } = source;
         let options = self.options;
         (self.progress)(Progress::Kernels);
-        let heads = memory::heads_of(&config.heads(), options.kv);
-        let of_layers =
-            each_once(config.layers.iter().map(|layer| memory::heads_of(&layer.heads, options.kv)));
+        let heads = memory::distinct_heads(config, options.kv);
         // The squares of matrices' inputs are summed up in f32.
         let precision = if options.moments { Precision::F32 } else { options.precision };
         let matrices = matrices_of(config, schemes, options);
-        let kernels = Kernels::new(self.device, &matrices, &of_layers, precision)?;
+        let kernels = Kernels::new(self.device, &matrices, &heads, precision)?;
 
         let specs = &config.tensors;
         let tensors = &weights.tensors;
@@ -467,7 +465,8 @@ impl<'a> Load<'a> {
             let norms = norms.try_map(|(tensor, spec)| self.norm(source, tensor, spec))?;
             let biases = tensors.biases.zip(specs.biases.as_ref());
             let biases = biases.try_map(|(tensor, spec)| self.vector(source, tensor, spec, 0.0))?;
-            of_layers.push(Layer { projections, norms, biases });
+            let scalars = tensors.scalars.try_map(|tensor| self.number(source, &tensor))?;
+            of_layers.push(Layer { projections, norms, biases, scalars });
         }
         self.read_queued(checkpoint)?;
         let tokens = self.request.batch_tokens();
@@ -513,7 +512,8 @@ impl<'a> Load<'a> {
         let mut layers = Vec::new();
         let pools = memory::pools_of_layers(config, &limits.kv.pools);
         let loaded = of_layers.into_iter().zip(moments).zip(&config.layers).zip(pools);
-        for (i, (((Layer { projections, norms, biases }, moments), spec), pool)) in loaded.enumerate() {
+        for (i, (((of_layer, moments), spec), pool)) in loaded.enumerate() {
+            let Layer { projections, norms, biases, scalars } = of_layer;
             let bytes = memory::kv_pool_bytes(&spec.heads, options.kv, &limits.kv, pool);
             let mut half = |what: &str| {
                 arena.alloc(MemoryKind::Device, Class::KvCache, bytes, &format!("layer {i} {what} cache"))
@@ -521,6 +521,7 @@ impl<'a> Load<'a> {
             let attention = Attention {
                 shape: attention_shape(spec, &limits),
                 qk_norms: norms.q_norm.clone().zip(norms.k_norm.clone()).map(Into::into),
+                norm_eps: config.norm_eps,
                 biases: match biases {
                     Biases { q_proj: Some(q), k_proj: Some(k), v_proj: Some(v) } => Some([q, k, v]),
                     _ => None,
@@ -531,7 +532,8 @@ impl<'a> Load<'a> {
                 cache: KvCache { keys: half("key")?.accessing(0), values: half("value")?.accessing(0) },
             };
             let wants = input_forms(&kernels, &projections);
-            layers.push(DeviceLayer { pool, attention, projections, norms, wants, moments });
+            let scale = scalars.layer_scalar.unwrap_or(1.0);
+            layers.push(DeviceLayer { pool, attention, projections, norms, scale, wants, moments });
         }
 
         let frames = (0..MAX_IN_FLIGHT)
@@ -551,6 +553,7 @@ impl<'a> Load<'a> {
             attended: each_once(layers.iter().map(|layer| layer.wants.output)),
             activated: each_once(layers.iter().map(|layer| layer.wants.down)),
             last: kernels.wants([lm_head.as_ref().unwrap_or(embedding.matrix())]),
+            has_softcap: config.final_logit_softcap.is_some(),
         };
         let (self_test, image) = SelfTest::new(self.device, &kernels, &traits, &cases, results);
         self.uploader.upload(&cases, &image)?;
@@ -643,6 +646,13 @@ impl<'a> Load<'a> {
         Ok(buffer)
     }
 
+    /// Loads a tensor with one element.
+    fn number(&mut self, source: &Source<'_>, tensor: &Tensor<'_>) -> Result<f32, LoadError> {
+        let values = source.checkpoint.read_f32(tensor)?;
+        self.done += tensor.stored_bytes();
+        Ok(values[0])
+    }
+
     /// The RoPE tables of [`ModelSpec::ropes`].
     fn rope_tables(&mut self, config: &ModelSpec, positions: usize) -> Result<Vec<Buffer>, LoadError> {
         let table = |(index, rope): (usize, &RopeSpec)| {
@@ -687,7 +697,7 @@ fn attention_shape(spec: &LayerSpec, limits: &Limits) -> AttentionShape {
 fn input_forms(kernels: &Kernels, projections: &Projections<Matrix>) -> Inputs<Wants> {
     let Projections { q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj } = projections;
     Inputs {
-        qkv: kernels.wants([q_proj, k_proj, v_proj]),
+        qkv: kernels.wants([q_proj, k_proj].into_iter().chain(v_proj)),
         output: kernels.wants([o_proj]),
         gate_up: kernels.wants([gate_proj, up_proj]),
         down: kernels.wants([down_proj]),

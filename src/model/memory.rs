@@ -111,7 +111,7 @@ impl fmt::Display for Schemes {
                 self.layers.iter().flat_map(of).map(|scheme| scheme.to_string()).collect();
             names.into_iter().collect::<Vec<_>>().join(" and ")
         };
-        let attention = names(|p| vec![p.q_proj, p.k_proj, p.v_proj, p.o_proj]);
+        let attention = names(|p| [p.q_proj, p.k_proj, p.o_proj].into_iter().chain(p.v_proj).collect());
         let feed_forward = names(|p| vec![p.gate_proj, p.up_proj, p.down_proj]);
         write!(f, "attention {attention}, feed-forward {feed_forward}, embedding {}", self.embedding)?;
         self.lm_head.map_or(Ok(()), |scheme| write!(f, ", head {scheme}"))
@@ -322,7 +322,7 @@ impl<'a> MemoryRequest<'a> {
                 let bytes = (context * c.rope_dim(i) * size_of::<f32>()) as u64;
                 add(Class::Activations, device, bytes, rope_table_name(rope));
             }
-            let heads = heads_of(&c.heads(), self.kv);
+            let heads = distinct_heads(c, self.kv);
             let bytes = self_test::buffer_bytes(&heads, &schemes.distinct());
             add(Class::Activations, device, bytes, "self-test".into());
             if self.moments && !is_draft {
@@ -653,6 +653,17 @@ pub(crate) fn heads_of(heads: &AttentionHeads, kv: KvDtype) -> Heads {
     Heads { group: heads.group(), head_dim: heads.head_dim, kv }
 }
 
+/// The heads of all layers, each once, the first layer's first.
+pub(crate) fn distinct_heads(c: &ModelSpec, kv: KvDtype) -> Vec<Heads> {
+    let mut distinct = Vec::new();
+    for heads in c.layers.iter().map(|layer| heads_of(&layer.heads, kv)) {
+        if !distinct.contains(&heads) {
+            distinct.push(heads);
+        }
+    }
+    distinct
+}
+
 /// Bytes of the buffer that copies logits to the host, or a row of them and one of a residual stream.
 pub(super) fn logits_bytes(c: &ModelSpec) -> u64 {
     let both = Activations::bytes(1, c.vocab_size) + Activations::bytes(1, c.hidden_size);
@@ -734,7 +745,7 @@ pub(super) fn step_input_sum(limits: &Limits) -> u64 {
 /// Multiply-adds of a layer's matrices before attention for one token.
 pub(super) fn projection_macs_per_token(layer: &Layer<TensorSpec>) -> u64 {
     let Projections { q_proj, k_proj, v_proj, .. } = &layer.projections;
-    [q_proj, k_proj, v_proj].map(TensorSpec::elements).iter().sum()
+    [q_proj, k_proj].into_iter().chain(v_proj).map(TensorSpec::elements).sum()
 }
 
 /// Multiply-adds of a layer's matrices for one token.

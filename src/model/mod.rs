@@ -9,6 +9,7 @@ pub mod draft;
 mod evaluate;
 mod forward;
 pub mod gemma3;
+mod gemma4;
 pub mod heaps;
 pub mod model_runner;
 mod layer_check;

@@ -12,6 +12,11 @@ use crate::checkpoint::short;
 /// The values that are accepted for the base of the frequencies.
 pub(super) const THETAS: RangeInclusive<f64> = 1.0..=1e12;
 const FACTORS: RangeInclusive<f64> = 1.0..=1e4;
+/// The converter of llama.cpp writes 1e30 for pairs that do not turn.
+const DIVISORS: RangeInclusive<f64> = 1e-6..=1e31;
+/// The type whose share of turning pairs is in [`PARTIAL`].
+const PROPORTIONAL: &str = "proportional";
+const PARTIAL: &str = "partial_rotary_factor";
 const CONTEXTS: RangeInclusive<f64> = 1.0..=16_777_216.0;
 
 /// A table of rotations: the angle of pair `i` at position `p` is `p` times frequency `i`.
@@ -45,6 +50,8 @@ pub enum RopeScaling {
         truncate: bool,
         attention_factor: f64,
     },
+    /// `proportional`: the first `share` of the pairs turn, with frequencies divided by `factor`; the others do not.
+    Proportional { share: f64, factor: f64 },
     /// `divisors`, which only GGUF files have: frequency `i` is divided by number `i`.
     Divisors(Vec<f64>),
 }
@@ -84,6 +91,10 @@ impl RopeSpec {
                 high = if low == high { high + 0.001 } else { high };
                 between(*factor, 1.0 - ((i as f64 - low) / (high - low)).clamp(0.0, 1.0))
             }
+            RopeScaling::Proportional { share, factor } => {
+                let turning = (share * (head_dim / 2) as f64) as usize;
+                if i < turning { 1.0 / factor } else { 0.0 }
+            }
             RopeScaling::Divisors(divisors) => 1.0 / divisors[i],
         }
     }
@@ -112,17 +123,18 @@ impl RopeSpec {
 
 /// The type of a set of rope parameters. Before transformers 4.43, its key was `type`.
 pub(super) fn rope_type<'a>(level: &Level<'a>) -> Result<Option<&'a str>, ConfigError> {
-    if let Some(part) = level.get("partial_rotary_factor")
-        && part.as_f64() != Some(1.0)
-    {
-        return Err(level.error("partial_rotary_factor", format!("is {}; expected 1", show(part))));
-    }
-    match (level.text("rope_type")?, level.text("type")?) {
+    let kind = match (level.text("rope_type")?, level.text("type")?) {
         (Some(a), Some(b)) if a != b => {
             let problem = format!("is {:?}, but type is {:?}; expected one type", short(a), short(b));
-            Err(level.error("rope_type", problem))
+            return Err(level.error("rope_type", problem));
         }
-        (a, b) => Ok(a.or(b)),
+        (a, b) => a.or(b),
+    };
+    match level.get(PARTIAL) {
+        Some(part) if kind != Some(PROPORTIONAL) && part.as_f64() != Some(1.0) => {
+            Err(level.error(PARTIAL, format!("is {}; expected 1", show(part))))
+        }
+        _ => Ok(kind),
     }
 }
 
@@ -156,7 +168,11 @@ pub(super) fn read(
 }
 
 /// The scaling of one set of rope parameters of a model with `context` positions.
-fn scaling(level: &Level<'_>, head_dim: usize, context: usize) -> Result<RopeScaling, ConfigError> {
+pub(super) fn scaling(
+    level: &Level<'_>,
+    head_dim: usize,
+    context: usize,
+) -> Result<RopeScaling, ConfigError> {
     let required = |name: &str, range: RangeInclusive<f64>| match level.get(name) {
         Some(value) => level.number_of(name, value, range),
         None => Err(level.error(name, "is missing; expected a number")),
@@ -204,6 +220,10 @@ fn scaling(level: &Level<'_>, head_dim: usize, context: usize) -> Result<RopeSca
                 attention_factor: optional("attention_factor", 0.1 * factor.ln() + 1.0, 1e-3..=1e3)?,
             })
         }
+        Some(PROPORTIONAL) => Ok(RopeScaling::Proportional {
+            share: optional(PARTIAL, 1.0, 0.0..=1.0)?,
+            factor: optional("factor", 1.0, FACTORS)?,
+        }),
         Some("divisors") => divisors(level, head_dim),
         Some(other) => {
             let problem = format!(
@@ -219,7 +239,7 @@ fn divisors(level: &Level<'_>, head_dim: usize) -> Result<RopeScaling, ConfigErr
     let expected = format!("expected {} numbers, one for each pair of dimensions", head_dim / 2);
     match level.get("divisors") {
         Some(Value::Array(list)) if list.len() == head_dim / 2 => {
-            let number = |value| level.number_of("divisors", value, 1e-6..=1e6);
+            let number = |value| level.number_of("divisors", value, DIVISORS);
             Ok(RopeScaling::Divisors(list.iter().map(number).collect::<Result<_, _>>()?))
         }
         Some(Value::Array(list)) => {

@@ -3,7 +3,7 @@
 
 use serde_json::Value;
 
-use super::config::{ConfigError, Level, MAX_HEADS, MAX_INTERMEDIATE};
+use super::config::{ConfigError, Level, MAX_HEAD_DIM, MAX_HEADS, MAX_INTERMEDIATE};
 use super::rope::RopeSpec;
 use super::runner::KvPool;
 use super::tensors::{Layer, ModelTensors, TensorSpec};
@@ -44,12 +44,16 @@ pub struct ModelSpec {
     pub intermediate_size: usize,
     /// Factor of attention scores.
     pub score_scale: f64,
+    /// Whether values have a norm without weights.
+    pub has_value_norm: bool,
     /// The activation of the gate in the feed-forward network.
     pub hidden_act: HiddenAct,
     pub norm_eps: f32,
     pub norm_weight: NormWeight,
     /// Factor of the embeddings that enter the first layer.
     pub embed_scale: f32,
+    /// The logits `x` become `c * tanh(x / c)` with this `c`, if there is one.
+    pub final_logit_softcap: Option<f32>,
     pub max_position_embeddings: usize,
     pub layers: Vec<LayerSpec>,
     /// The RoPE tables of the layers.
@@ -57,6 +61,8 @@ pub struct ModelSpec {
     pub tensors: ModelTensors<TensorSpec>,
     /// Ids that each end an answer; ascending, below `vocab_size`.
     pub eos_token_ids: Vec<u32>,
+    /// Ids that are never drawn.
+    pub suppress_tokens: Vec<u32>,
     /// The id that begins texts. The tokenizer decides whether it is put in front of them.
     pub bos_token_id: Option<u32>,
 }
@@ -69,6 +75,8 @@ pub struct LayerSpec {
     /// Index in [`ModelSpec::ropes`].
     pub rope: usize,
     pub heads: AttentionHeads,
+    /// Whether `k_proj` computes the values too: they are the keys before norm and RoPE.
+    pub has_values_of_keys: bool,
 }
 
 /// The heads of a layer's attention.
@@ -77,7 +85,7 @@ pub struct AttentionHeads {
     /// Number of query heads, a multiple of `num_key_value_heads`.
     pub num_attention_heads: usize,
     pub num_key_value_heads: usize,
-    /// Dimension of a head, a multiple of 4 from 16 to 256.
+    /// Dimension of a head, from 16 to 512: a multiple of 4, above 256 of 8.
     pub head_dim: usize,
 }
 
@@ -96,27 +104,24 @@ impl AttentionHeads {
             None => Ok(default),
         };
         let num_key_value_heads = of("num_key_value_heads", kv_heads(num_attention_heads), 1..=MAX_HEADS)?;
-        if !num_attention_heads.is_multiple_of(num_key_value_heads) {
-            return Err(level.error(
-                "num_attention_heads",
-                format!(
-                    "is {num_attention_heads}; expected a multiple of num_key_value_heads ({num_key_value_heads})"
-                ),
-            ));
-        }
-        let head_dim = of("head_dim", head_dim(num_attention_heads), 16..=256)?;
-        if !head_dim.is_multiple_of(4) || !(16..=256).contains(&head_dim) {
-            let problem = format!("is {head_dim}; expected a multiple of 4 from 16 to 256");
-            return Err(level.error("head_dim", problem));
-        }
-        if num_attention_heads * head_dim > MAX_INTERMEDIATE as usize {
-            let what = format!(
-                "times head_dim ({head_dim}) is {}; expected at most {MAX_INTERMEDIATE}",
-                num_attention_heads * head_dim
-            );
-            return Err(level.error("num_attention_heads", what));
-        }
-        Ok(AttentionHeads { num_attention_heads, num_key_value_heads, head_dim })
+        let head_dim = of("head_dim", head_dim(num_attention_heads), 16..=MAX_HEAD_DIM)?;
+        check_head_dim(level, "head_dim", head_dim)?;
+        let heads = AttentionHeads { num_attention_heads, num_key_value_heads, head_dim };
+        check_group(level, &heads)?;
+        Ok(heads)
+    }
+
+    /// The heads of layers with another size or other KV heads.
+    pub(super) fn with(
+        self,
+        level: &Level,
+        num_key_value_heads: usize,
+        (name, head_dim): (&str, usize),
+    ) -> Result<AttentionHeads, ConfigError> {
+        check_head_dim(level, name, head_dim)?;
+        let heads = AttentionHeads { num_key_value_heads, head_dim, ..self };
+        check_group(level, &heads)?;
+        Ok(heads)
     }
 
     /// Number of query heads per KV head.
@@ -133,6 +138,30 @@ impl AttentionHeads {
     pub fn kv_width(&self) -> usize {
         self.num_key_value_heads * self.head_dim
     }
+}
+
+fn check_head_dim(level: &Level, name: &str, head_dim: usize) -> Result<(), ConfigError> {
+    // Above 256, a lane of the attention kernel holds eight dimensions.
+    let multiple = if head_dim > 256 { 8 } else { 4 };
+    if head_dim.is_multiple_of(multiple) && (16..=MAX_HEAD_DIM).contains(&(head_dim as u64)) {
+        return Ok(());
+    }
+    let problem = format!("is {head_dim}; expected a multiple of {multiple} from 16 to {MAX_HEAD_DIM}");
+    Err(level.error(name, problem))
+}
+
+fn check_group(level: &Level, heads: &AttentionHeads) -> Result<(), ConfigError> {
+    let &AttentionHeads { num_attention_heads: queries, num_key_value_heads: keys, head_dim } = heads;
+    let problem = match queries * head_dim {
+        _ if !queries.is_multiple_of(keys) => {
+            format!("is {queries}; expected a multiple of num_key_value_heads ({keys})")
+        }
+        width if width > MAX_INTERMEDIATE as usize => {
+            format!("times head_dim ({head_dim}) is {width}; expected at most {MAX_INTERMEDIATE}")
+        }
+        _ => return Ok(()),
+    };
+    Err(level.error("num_attention_heads", problem))
 }
 
 /// What the layers of a group have in common. One pool has the KV blocks of a group's layers.
@@ -159,7 +188,7 @@ pub enum NormWeight {
 }
 
 impl ModelSpec {
-    /// What the kernels of a layer compute, apart from shapes. All layers of a model have the same tensors.
+    /// What the kernels of a layer compute, apart from shapes. It is the same in all layers of a model.
     pub fn layer_kind(&self) -> LayerKind {
         let Layer { norms, biases, .. } = &self.tensors.layers[0];
         LayerKind {
@@ -167,6 +196,7 @@ impl ModelSpec {
             has_post_norms: norms.post_attention_layernorm.is_some(),
             has_qk_norms: norms.q_norm.is_some(),
             has_biases: biases.q_proj.is_some(),
+            has_value_norm: self.has_value_norm,
         }
     }
 
@@ -180,9 +210,26 @@ impl ModelSpec {
         self.layers.iter().filter_map(|layer| layer.window).max()
     }
 
-    /// The heads of the first layer. What calls this knows only models whose layers all have the same heads.
+    /// The heads of the first layer.
     pub fn heads(&self) -> AttentionHeads {
         self.layers[0].heads
+    }
+
+    /// The heads of all layers, each once.
+    pub fn distinct_heads(&self) -> Vec<AttentionHeads> {
+        let mut distinct: Vec<AttentionHeads> = Vec::new();
+        for layer in &self.layers {
+            if !distinct.contains(&layer.heads) {
+                distinct.push(layer.heads);
+            }
+        }
+        distinct
+    }
+
+    /// The heads of the layers with this window, or of the first layer if there are none.
+    pub fn heads_in(&self, window: Option<usize>) -> AttentionHeads {
+        let same = self.layers.iter().find(|layer| layer.window == window);
+        same.unwrap_or(&self.layers[0]).heads
     }
 
     /// The dimension of the heads that a table of [`ModelSpec::ropes`] rotates: that of the layers that use it.

@@ -5,15 +5,16 @@
 
 use std::ops::Index;
 
+use super::spec::LayerSpec;
 use crate::gpu::placement::Class;
 
 /// A tensor that a model needs.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TensorSpec {
     /// The Hugging Face name without the prefix of the language model and without `.weight` or `.bias`, such as
-    /// `layers.3.self_attn.q_proj`.
+    /// `layers.3.self_attn.q_proj`. The name of a [`Role::Scalar`] has no such ending.
     pub name: String,
-    /// `[out, in]` of a matrix, `[n]` of a norm or a bias.
+    /// `[out, in]` of a matrix, `[n]` of another tensor.
     pub shape: Vec<usize>,
     /// The shape in the words of `config.json`.
     pub shape_in_config: &'static str,
@@ -36,6 +37,8 @@ pub enum Role {
     Norm,
     /// The bias of a projection.
     Bias,
+    /// A number that the result of a layer is multiplied by.
+    Scalar,
 }
 
 /// The matrices of a layer that multiply the same activations.
@@ -50,8 +53,11 @@ pub enum InputGroup {
 impl TensorSpec {
     /// The name without the prefix of the language model, such as `layers.3.self_attn.q_proj.weight`.
     pub fn stored_name(&self) -> String {
-        let what = if self.role == Role::Bias { "bias" } else { "weight" };
-        format!("{}.{what}", self.name)
+        match self.role {
+            Role::Scalar => self.name.clone(),
+            Role::Bias => format!("{}.bias", self.name),
+            _ => format!("{}.weight", self.name),
+        }
     }
 
     /// The name in checkpoints of the text model alone, such as `model.layers.3.self_attn.q_proj.weight`.
@@ -68,7 +74,7 @@ impl TensorSpec {
         self.shape[0]
     }
 
-    /// Columns of a matrix. Panics for a norm or a bias.
+    /// Columns of a matrix. Panics for other tensors.
     pub fn cols(&self) -> usize {
         self.shape[1]
     }
@@ -151,11 +157,11 @@ macro_rules! one_value_each {
 }
 
 one_value_each! {
-    /// One value for each matrix of a layer.
+    /// One value for each matrix of a layer. Without `v_proj`, the values are what `k_proj` computes.
     Projections {
         q_proj: Always,
         k_proj: Always,
-        v_proj: Always,
+        v_proj: Optional,
         o_proj: Always,
         gate_proj: Always,
         up_proj: Always,
@@ -182,6 +188,11 @@ one_value_each! {
 }
 
 one_value_each! {
+    /// One value for each number of a layer.
+    Scalars { layer_scalar: Optional }
+}
+
+one_value_each! {
     /// One value for each group of matrices that have the same input.
     Inputs { qkv: Always, output: Always, gate_up: Always, down: Always }
 }
@@ -199,12 +210,13 @@ impl<T> Index<InputGroup> for Inputs<T> {
     }
 }
 
-/// One value for each tensor of a layer. Norms and biases may have another type than matrices.
+/// One value for each tensor of a layer. Norms, biases and numbers may have other types than matrices.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct Layer<M, N = M, B = N> {
+pub struct Layer<M, N = M, B = N, S = N> {
     pub projections: Projections<M>,
     pub norms: Norms<N>,
     pub biases: Biases<B>,
+    pub scalars: Scalars<S>,
 }
 
 impl<T> Layer<T> {
@@ -212,7 +224,8 @@ impl<T> Layer<T> {
         Layer {
             projections: self.projections.map(&mut f),
             norms: self.norms.map(&mut f),
-            biases: self.biases.map(f),
+            biases: self.biases.map(&mut f),
+            scalars: self.scalars.map(f),
         }
     }
 
@@ -221,6 +234,7 @@ impl<T> Layer<T> {
             projections: self.projections.zip(other.projections),
             norms: self.norms.zip(other.norms),
             biases: self.biases.zip(other.biases),
+            scalars: self.scalars.zip(other.scalars),
         }
     }
 
@@ -229,12 +243,14 @@ impl<T> Layer<T> {
             projections: self.projections.as_ref(),
             norms: self.norms.as_ref(),
             biases: self.biases.as_ref(),
+            scalars: self.scalars.as_ref(),
         }
     }
 
-    /// The values of the matrices, then those of the norms and of the biases.
+    /// The values of the matrices, then those of the norms, of the biases and of the numbers.
     pub fn iter(&self) -> impl Iterator<Item = &T> {
-        self.projections.iter().chain(self.norms.iter()).chain(self.biases.iter())
+        let vectors = self.norms.iter().chain(self.biases.iter());
+        self.projections.iter().chain(vectors).chain(self.scalars.iter())
     }
 }
 
@@ -263,28 +279,30 @@ impl Names {
 }
 
 impl Layer<Names> {
-    /// The Hugging Face name of a tensor of a GGUF file.
-    pub fn of_gguf(&self, name: &str) -> Option<&'static str> {
-        self.iter().find(|names| names.gguf == name).map(|names| names.hugging_face)
+    /// The Hugging Face name of a tensor of a GGUF file, whose name there ends with `what`.
+    pub fn of_gguf(&self, name: &str, what: &str) -> Option<String> {
+        let Layer { projections, norms, biases, scalars } = self;
+        if let Some(number) = scalars.iter().find(|names| names.gguf == name) {
+            return Some(number.hugging_face.to_owned());
+        }
+        let vectors = norms.iter().chain(biases.iter());
+        let names = projections.iter().chain(vectors).find(|names| names.gguf == name)?;
+        Some(format!("{}.{what}", names.hugging_face))
     }
 }
 
-/// The sizes of a model whose layers all have the same shapes.
+/// The sizes of a model, apart from the heads of its layers.
 pub(super) struct Sizes {
     pub vocab_size: usize,
     pub hidden_size: usize,
     pub intermediate_size: usize,
-    pub num_hidden_layers: usize,
-    /// Elements of a token's queries and of its keys, and of one head.
-    pub q_width: usize,
-    pub kv_width: usize,
-    pub head_dim: usize,
     pub tie_word_embeddings: bool,
 }
 
 impl ModelTensors<TensorSpec> {
-    /// The tensors of a model whose layers have these names.
-    pub(super) fn of(names: &Layer<Names>, sizes: &Sizes) -> ModelTensors<TensorSpec> {
+    /// The tensors of a model with these layers, whose tensors have these names. Layers whose values are computed by
+    /// `k_proj` have no `v_proj`.
+    pub(super) fn of(names: &Layer<Names>, sizes: &Sizes, layers: &[LayerSpec]) -> ModelTensors<TensorSpec> {
         let of = |name: &str, shape, shape_in_config, role, class| TensorSpec {
             name: name.to_owned(),
             shape,
@@ -297,34 +315,40 @@ impl ModelTensors<TensorSpec> {
             let shape = vec![sizes.vocab_size, sizes.hidden_size];
             of(name, shape, "vocab_size, hidden_size", role, Class::Embedding)
         };
+        let layers = layers.iter().enumerate();
         ModelTensors {
             embed_tokens: vocabulary("embed_tokens", Role::Embedding),
             norm: of("norm", vec![sizes.hidden_size], "hidden_size", Role::Norm, Class::Norms),
             lm_head: (!sizes.tie_word_embeddings).then(|| vocabulary("lm_head", Role::Head)),
-            layers: (0..sizes.num_hidden_layers).map(|layer| Layer::of(names, sizes, layer)).collect(),
+            layers: layers.map(|(layer, spec)| Layer::of(names, sizes, layer, spec)).collect(),
         }
     }
 }
 
 impl Layer<TensorSpec> {
-    fn of(names: &Layer<Names>, sizes: &Sizes, layer: usize) -> Layer<TensorSpec> {
+    fn of(names: &Layer<Names>, sizes: &Sizes, layer: usize, spec: &LayerSpec) -> Layer<TensorSpec> {
         use InputGroup::{Down, GateUp, Output, Qkv};
         const Q_ROWS: &str = "num_attention_heads * head_dim, hidden_size";
         const KV_ROWS: &str = "num_key_value_heads * head_dim, hidden_size";
         const FFN_ROWS: &str = "intermediate_size, hidden_size";
-        let &Sizes { hidden_size: hidden, intermediate_size: ffn, head_dim, .. } = sizes;
-        let (q, kv) = (sizes.q_width, sizes.kv_width);
+        let &Sizes { hidden_size: hidden, intermediate_size: ffn, .. } = sizes;
+        let (q, kv, head_dim) = (spec.heads.q_width(), spec.heads.kv_width(), spec.heads.head_dim);
         let matrix = |rows, cols, shape_in_config, input, class| {
             (vec![rows, cols], shape_in_config, Role::Projection(input), class)
         };
-        let norm = |n, shape_in_config| (vec![n], shape_in_config, Role::Norm, Class::Norms);
-        let bias = |n, shape_in_config| (vec![n], shape_in_config, Role::Bias, Class::Norms);
-        let Layer { norms: has, biases, .. } = names;
+        let vector = |n, shape_in_config, role| (vec![n], shape_in_config, role, Class::Norms);
+        let norm = |n, shape_in_config| vector(n, shape_in_config, Role::Norm);
+        let bias = |n, shape_in_config| vector(n, shape_in_config, Role::Bias);
+        let mut names = names.as_ref();
+        if spec.has_values_of_keys {
+            names.projections.v_proj = None;
+        }
+        let Layer { projections, norms: has, biases, scalars } = &names;
         let shapes = Layer {
             projections: Projections {
                 q_proj: matrix(q, hidden, Q_ROWS, Qkv, Class::Attention),
                 k_proj: matrix(kv, hidden, KV_ROWS, Qkv, Class::Attention),
-                v_proj: matrix(kv, hidden, KV_ROWS, Qkv, Class::Attention),
+                v_proj: projections.v_proj.map(|_| matrix(kv, hidden, KV_ROWS, Qkv, Class::Attention)),
                 o_proj: matrix(
                     hidden,
                     q,
@@ -338,25 +362,22 @@ impl Layer<TensorSpec> {
             },
             norms: Norms {
                 input_layernorm: norm(hidden, "hidden_size"),
-                post_attention_layernorm: has
-                    .post_attention_layernorm
-                    .as_ref()
-                    .map(|_| norm(hidden, "hidden_size")),
+                post_attention_layernorm: has.post_attention_layernorm.map(|_| norm(hidden, "hidden_size")),
                 pre_feedforward_layernorm: norm(hidden, "hidden_size"),
                 post_feedforward_layernorm: has
                     .post_feedforward_layernorm
-                    .as_ref()
                     .map(|_| norm(hidden, "hidden_size")),
-                q_norm: has.q_norm.as_ref().map(|_| norm(head_dim, "head_dim")),
-                k_norm: has.k_norm.as_ref().map(|_| norm(head_dim, "head_dim")),
+                q_norm: has.q_norm.map(|_| norm(head_dim, "head_dim")),
+                k_norm: has.k_norm.map(|_| norm(head_dim, "head_dim")),
             },
             biases: Biases {
-                q_proj: biases.q_proj.as_ref().map(|_| bias(q, "num_attention_heads * head_dim")),
-                k_proj: biases.k_proj.as_ref().map(|_| bias(kv, "num_key_value_heads * head_dim")),
-                v_proj: biases.v_proj.as_ref().map(|_| bias(kv, "num_key_value_heads * head_dim")),
+                q_proj: biases.q_proj.map(|_| bias(q, "num_attention_heads * head_dim")),
+                k_proj: biases.k_proj.map(|_| bias(kv, "num_key_value_heads * head_dim")),
+                v_proj: biases.v_proj.map(|_| bias(kv, "num_key_value_heads * head_dim")),
             },
+            scalars: Scalars { layer_scalar: scalars.layer_scalar.map(|_| vector(1, "1", Role::Scalar)) },
         };
-        names.as_ref().zip(shapes).map(|(names, (shape, shape_in_config, role, class))| TensorSpec {
+        names.zip(shapes).map(|(names, (shape, shape_in_config, role, class))| TensorSpec {
             name: format!("layers.{layer}.{}", names.hugging_face),
             shape,
             shape_in_config,

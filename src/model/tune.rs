@@ -60,7 +60,7 @@ impl Trial {
             let is_pair = gate_proj.1 == up_proj.1;
             let pair = if is_pair { ProductKind::Gated } else { ProductKind::Plain };
             all.extend([gate_proj, up_proj].map(|one| of(pair, one)));
-            let others = [q_proj, k_proj, v_proj, o_proj, down_proj];
+            let others = [q_proj, k_proj, o_proj, down_proj].into_iter().chain(v_proj);
             all.extend(others.map(|one| of(ProductKind::Plain, one)));
         }
         all.retain(|(_, scheme, _)| Precision::Fast.quantizes(*scheme));

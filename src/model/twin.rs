@@ -77,7 +77,11 @@ pub fn values_of(
     let normed = twin.normed(&last, &weights.tensors.norm)?;
     let ids: Vec<usize> = LayerValues::logit_ids(logits, config.vocab_size).collect();
     let logits = Twin { tokens: 1, ..twin }.products(weights.head(), &normed, &ids)?;
-    let [exact, rounded] = [0, 1].map(|pass| logits[pass].iter().map(|x| *x as f32).collect());
+    let capped = |x: f64| match config.final_logit_softcap.map(f64::from) {
+        Some(cap) => cap * (x / cap).tanh(),
+        None => x,
+    };
+    let [exact, rounded] = [0, 1].map(|pass| logits[pass].iter().map(|x| capped(*x) as f32).collect());
     let expected = |[exact, rounded]: [Vec<f32>; 2]| {
         let Deviation { relative, largest } = Deviation::of(&rounded, &exact);
         let tolerance = Deviation {
@@ -132,6 +136,10 @@ impl Twin<'_> {
         }
         let result = self.product(&projections.down_proj, &gate)?;
         add(hidden, &self.post_normed(result, norms.post_feedforward_layernorm.as_ref())?);
+        if let Some(scalar) = &layer.scalars.layer_scalar {
+            let scalar = f64::from(self.checkpoint.read_f32(scalar)?[0]);
+            hidden.iter_mut().flatten().for_each(|x| *x *= scalar);
+        }
         Ok(())
     }
 
@@ -150,7 +158,10 @@ impl Twin<'_> {
         let Norms { q_norm, k_norm, .. } = &layer.norms;
         let mut queries = self.product(q_proj, normed)?;
         let mut keys = self.product(k_proj, normed)?;
-        let mut values = self.product(v_proj, normed)?;
+        let mut values = match v_proj {
+            Some(v_proj) => self.product(v_proj, normed)?,
+            None => keys.clone(),
+        };
         let biases = layer.biases.as_ref();
         for (rows, bias) in
             [(&mut queries, biases.q_proj), (&mut keys, biases.k_proj), (&mut values, biases.v_proj)]
@@ -170,6 +181,12 @@ impl Twin<'_> {
                     }
                     rotate(head, row % self.tokens, &frequencies, factor);
                 }
+            }
+        }
+        if c.has_value_norm {
+            let ones = vec![1.0; dim];
+            for head in values.iter_mut().flat_map(|row| row.chunks_exact_mut(dim)) {
+                normalize(head, &ones, c.norm_eps.into());
             }
         }
         for rows in [&mut keys, &mut values] {

@@ -1,7 +1,7 @@
 //! The tensors of a checkpoint, found by name and checked against the table of the model ([`super::tensors`]).
 //!
 //! Names come with one of three prefixes: `model.` (text only), `language_model.model.` (the published multimodal
-//! checkpoints), `model.language_model.` (transformers 5's internal names). The tensors of the vision side are skipped
+//! checkpoints), `model.language_model.` (transformers 5's internal names). The tensors of images and sound are skipped
 //! by rule and counted; saved RoPE frequencies are skipped, because the config has them; a saved copy of a tied head is
 //! compared and dropped. Any other tensor is refused: an unknown tensor means an unknown model.
 
@@ -107,6 +107,16 @@ fn defects_warning(location: &str, defects: &[String]) -> Option<String> {
     })
 }
 
+/// Parts of the names of tensors that compute images and sound.
+const TOWERS: [&str; 6] = [
+    "vision_tower",
+    "multi_modal_projector",
+    "embed_vision",
+    "vision_embedder",
+    "audio_tower",
+    "embed_audio",
+];
+
 /// A checkpoint's tensors by their role.
 #[derive(Default)]
 struct Found<'a> {
@@ -122,8 +132,8 @@ struct Found<'a> {
 
 impl<'a> Found<'a> {
     fn add(&mut self, tensor: Tensor<'a>) -> Result<(), WeightsError> {
-        // The vision tower is recognized before the prefixes: its names contain `model.` and `layers.N.mlp` too.
-        if tensor.name.split('.').any(|part| part == "vision_tower" || part == "multi_modal_projector") {
+        // Towers are recognized before the prefixes: its names contain `model.` and `layers.N.mlp` too.
+        if tensor.name.split('.').any(|part| TOWERS.contains(&part)) {
             self.skipped_vision += 1;
             self.skipped_bytes += tensor.stored_bytes();
             return Ok(());

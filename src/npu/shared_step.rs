@@ -71,6 +71,11 @@ impl ModelRunner {
                     .into(),
             ));
         }
+        if self.config.distinct_heads().len() > 1 {
+            return Err(LoadError::Option(
+                "the layers of this model have heads of different sizes; the unit computes models with one size".into(),
+            ));
+        }
         let most = buffers.limits.kv_heads.min(self.config.heads().num_key_value_heads);
         if !(1..=most).contains(&offload.kv_heads) {
             return Err(LoadError::Option(format!(

@@ -23,6 +23,8 @@ pub struct Service {
     /// Default values of the sampling options.
     defaults: SamplingOptions,
     stop_token_ids: Vec<u32>,
+    /// Ids that are never drawn.
+    suppress_tokens: Vec<u32>,
     /// Whether the names of control tokens in the text of messages become control tokens.
     special_in_content: bool,
     /// The largest number of text bytes in one token.
@@ -54,6 +56,7 @@ impl Service {
             grammars,
             defaults,
             stop_token_ids,
+            suppress_tokens: Vec::new(),
             special_in_content: false,
             longest_token_bytes,
         }
@@ -63,6 +66,12 @@ impl Service {
     #[must_use]
     pub fn with_special_in_content(self, special_in_content: bool) -> Self {
         Self { special_in_content, ..self }
+    }
+
+    /// Sets the ids that are never drawn.
+    #[must_use]
+    pub fn with_suppressed(self, suppress_tokens: Vec<u32>) -> Self {
+        Self { suppress_tokens, ..self }
     }
 
     pub fn engine(&self) -> &EngineHandle {
@@ -128,8 +137,10 @@ impl Service {
         self.check_ids("stop_token_ids", &request.stop_token_ids)?;
         let constraint = self.constraint(request)?;
         let rules = self.rules(request, constraint.is_some())?;
+        let biases = request.logit_bias.iter().filter(|(id, _)| !self.suppress_tokens.contains(id));
+        let suppressed = self.suppress_tokens.iter().map(|id| (*id, f32::NEG_INFINITY));
         let mut sampling = SamplingParams {
-            logit_bias: request.logit_bias.clone(),
+            logit_bias: biases.copied().chain(suppressed).collect(),
             logprobs: request.logprobs,
             stop_token_ids: self.stop_token_ids.iter().chain(&request.stop_token_ids).copied().collect(),
             // With `ignore_eos`, no id that ends an answer is ever drawn, because such an id has no text for the

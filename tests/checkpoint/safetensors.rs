@@ -14,7 +14,8 @@ use unicorn::checkpoint::{Checkpoint, CheckpointError, MAX_READ_BYTES, ModelFile
 use unicorn::model::SamplingOptions;
 use unicorn::model::arch::{self, open_files};
 use unicorn::model::config::GenerationConfig;
-use unicorn::model::gemma3::{self, LayerType};
+use unicorn::model::config::LayerType;
+use unicorn::model::gemma3;
 use unicorn::model::rope::RopeScaling;
 use unicorn::model::spec::ModelSpec;
 use unicorn::model::weights::Weights;
@@ -455,6 +456,7 @@ fn configs_of_transformers_4_and_5_are_read_alike() {
             do_sample: Some(true),
             sampling: SamplingOptions { top_k: Some(64), top_p: Some(0.95), ..SamplingOptions::default() },
             eos_token_ids: vec![1, 106],
+            suppress_tokens: Vec::new(),
         };
         assert_eq!(old_generation, expected);
     }
@@ -534,8 +536,8 @@ fn unsupported_configs_are_refused_with_the_name_of_the_field() {
 {"num_attention_heads": [8]} => num_attention_heads is a list; expected a whole number from 1 to 1024
 {"num_attention_heads": 6, "num_key_value_heads": 4}
     => num_attention_heads is 6; expected a multiple of num_key_value_heads (4)
-{"head_dim": 512} => head_dim is 512; expected a whole number from 16 to 256
-{"head_dim": 34} => head_dim is 34; expected a multiple of 4 from 16 to 256
+{"head_dim": 516} => head_dim is 516; expected a whole number from 16 to 512
+{"head_dim": 34} => head_dim is 34; expected a multiple of 4 from 16 to 512
 // Tiles of such a matrix would not fit the upload's staging buffer.
 {"num_attention_heads": 1024, "num_key_value_heads": 1024, "head_dim": 256}
     => num_attention_heads times head_dim (256) is 262144; expected at most 131072

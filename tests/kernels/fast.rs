@@ -416,7 +416,7 @@ fn fused_norms_match_separate_norms_bit_for_bit() {
             // The separate kernels: the add, the norm after it, and the quantization of the norm.
             let (normed, quantized) = (b.empty(tokens, width), b.quantized(tokens, width));
             b.run(|k, r| {
-                k.rms_norm_add(r, &x, Some(&norms[0]), &hidden, tokens);
+                k.rms_norm_add(r, &x, (Some(&norms[0]), 1.0), &hidden, tokens);
                 k.rms_norm(r, &hidden, &norms[1], &Operand::floats(&normed), tokens);
                 k.quantize(r, &normed, &quantized, tokens);
             });
@@ -440,7 +440,7 @@ fn fused_norms_match_separate_norms_bit_for_bit() {
             let next = std::cell::Cell::new(0);
             let got = all_ways(b, tokens, width, &|k, r, y| {
                 let hidden = &again[next.replace(next.get() + 1)];
-                k.residual(r, &x, Some(&norms[0]), (hidden, &norms[1]), y, tokens);
+                k.residual(r, &x, (Some(&norms[0]), 1.0), (hidden, &norms[1]), y, tokens);
             });
             check(got, "residual");
             for hidden in &again {

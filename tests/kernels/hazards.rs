@@ -139,6 +139,7 @@ fn makers() -> Vec<Maker> {
         }
     }
     all.push(Box::new(sums));
+    all.push(Box::new(softcap));
     // Penalties and log probabilities run with draws and without, because a barrier for one of them hides a missing
     // barrier of another.
     for name in [
@@ -288,11 +289,11 @@ fn norms(b: &mut Bench, wants: Wants, which: usize) -> Chain {
         k.rms_norm(r, &hidden, &norm, &Operand::floats(&x), rows);
         match which {
             0 => k.rms_norm(r, &x, &norm, &to, rows),
-            1 => k.residual(r, &x, Some(&norm), (&hidden, &norm), &to, rows),
+            1 => k.residual(r, &x, (Some(&norm), 1.0), (&hidden, &norm), &to, rows),
             2 => k.rms_norm_gather(r, &x, &index, &norm, &to, 2),
-            3 => k.rms_norm_add(r, &x, Some(&norm), &hidden, rows),
-            5 => k.residual(r, &x, None, (&hidden, &norm), &to, rows),
-            6 => k.rms_norm_add(r, &x, None, &hidden, rows),
+            3 => k.rms_norm_add(r, &x, (Some(&norm), 1.0), &hidden, rows),
+            5 => k.residual(r, &x, (None, 1.0), (&hidden, &norm), &to, rows),
+            6 => k.rms_norm_add(r, &x, (None, 1.0), &hidden, rows),
             _ => k.glu(r, &hidden, &x, &to, rows),
         }
     })
@@ -312,6 +313,17 @@ fn sums(b: &mut Bench) -> Chain {
         // These commands run after the barrier of the kernel before.
         peak.record(r, &ones, 1, 16);
         k.moments(r, &x, &moments, tokens);
+    })
+}
+
+fn softcap(b: &mut Bench) -> Chain {
+    let (rows, width) = (3, 100);
+    let x = b.random(rows * width, 1.0);
+    let (x, logits) = (b.activations(&x, width), b.empty(rows, width));
+    let norm = RmsNorm { weight: b.upload(&vec![1f32; width]), eps: 1e-6 };
+    Chain::new("soft cap", vec![logits.buffer.clone()], move |k, r| {
+        k.rms_norm(r, &x, &norm, &Operand::floats(&logits), rows);
+        k.softcap(r, &logits, 0.5, rows);
     })
 }
 
@@ -402,6 +414,7 @@ fn attention_inputs(b: &mut Bench, paged: &Paged, kv: KvDtype) -> ([Activations;
         Attention {
             shape: paged.shape,
             qk_norms: Some([q_norm, k_norm]),
+            norm_eps: 1e-6,
             biases: None,
             rope,
             q_scale: 0.2,
@@ -570,6 +583,7 @@ fn chains_of(shader: &str) -> String {
         "moments" | "pool" | "peak" => "sums",
         "adjust" | "sample" | "logprobs" => "draws",
         "history" => "history",
+        "softcap" => "soft cap",
         "copy" | "fill" => "copies",
         "qkv" | "attention" => "keys, values",
         "offload" => "offload",

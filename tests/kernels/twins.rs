@@ -341,7 +341,7 @@ fn rms_norm_and_its_variants_match_their_twin() {
                 close(&b.rows(&output, rows), &expected, &magnitude, 3e-6, &what);
 
                 let output = b.activations(&base, dim);
-                b.run(|k, r| k.rms_norm_add(r, &input, Some(&norm), &output, rows));
+                b.run(|k, r| k.rms_norm_add(r, &input, (Some(&norm), 1.0), &output, rows));
                 let sums: Vec<f64> = expected.iter().zip(&base).map(|(e, b)| e + f64::from(*b)).collect();
                 close(&b.rows(&output, rows), &sums, &magnitude, 4e-6, &format!("{what}, add"));
 
@@ -377,6 +377,8 @@ fn attention_matches_its_twin_over_pages_and_windows() {
         shape(16, 1, 64, 16, Some(40)),
         // The largest shape for a device with 32 KiB of shared memory.
         shape(16, 1, 256, 16, Some(40)),
+        shape(16, 1, 512, 16, None),
+        shape(4, 2, 264, 16, Some(9)),
     ];
     let dtypes = KvDtype::ALL.iter().cycle();
     // Every shape runs twice, with the types of keys and values in turn.
@@ -394,7 +396,15 @@ fn attention_matches_its_twin_over_pages_and_windows() {
 fn attention_over(b: &mut Bench, shape: AttentionShape, cached: &[Vec<u8>; 2]) -> Attention {
     let cache = KvCache { keys: b.upload(&cached[0]), values: b.upload(&cached[1]) };
     let nothing = b.poisoned(4 * shape.head_dim);
-    Attention { shape, qk_norms: None, biases: None, rope: nothing, q_scale: f32::NAN, cache }
+    Attention {
+        shape,
+        qk_norms: None,
+        norm_eps: f32::NAN,
+        biases: None,
+        rope: nothing,
+        q_scale: f32::NAN,
+        cache,
+    }
 }
 
 /// Attention of one layer over random keys and values.
@@ -592,6 +602,7 @@ fn attention_has_the_same_bits_for_every_division_of_the_work() {
         (shape(1, 1, 4, 16, Some(1)), &[(140, 70), (64, 1)]),
         (shape(16, 1, 256, 16, Some(40)), &[(110, 3), (64, 1)]),
         (shape(16, 8, 64, 16, None), &[(300, 40), (129, 1)]),
+        (shape(8, 1, 512, 16, None), &[(150, 5), (130, 1)]),
     ];
     for ((shape, sequences), kv) in shapes.into_iter().zip(KvDtype::ALL.into_iter().cycle()) {
         // Either all attention weights are of similar size, or one is nearly 1 and the others vanish.
@@ -816,6 +827,8 @@ fn qkv_store_normalizes_rotates_and_stores() {
             (plain, shape(6, 2, 80, 5, None)),
             (LayerKind { has_biases: true, ..plain }, shape(7, 1, 64, 16, None)),
             (LayerKind { has_biases: true, ..LayerKind::default() }, shape(4, 2, 100, 5, None)),
+            (LayerKind { has_value_norm: true, ..LayerKind::default() }, shape(2, 1, 512, 16, None)),
+            (LayerKind { has_value_norm: true, has_biases: true, ..plain }, shape(4, 2, 36, 5, None)),
         ];
         for ((layers, shape), kv) in kinds.iter().flat_map(|kind| KvDtype::ALL.map(|kv| (*kind, kv))) {
             b.make_layers(layers);
@@ -847,9 +860,18 @@ fn qkv_store_normalizes_rotates_and_stores() {
             let qk_norms = layers.has_qk_norms.then(|| [qn, kn].map(|weight| RmsNorm { weight, eps }));
             let uploaded = layers.has_biases.then(|| biases.each_ref().map(|bias| b.upload(bias)));
             let cache_of_layer = cache.clone();
-            let attention =
-                Attention { shape, qk_norms, biases: uploaded, rope: table, q_scale, cache: cache_of_layer };
-            b.run(|k, r| k.qkv_store(r, &attention, [&qa, &ka, &va], &arrays, n));
+            let attention = Attention {
+                shape,
+                qk_norms,
+                norm_eps: eps,
+                biases: uploaded,
+                rope: table,
+                q_scale,
+                cache: cache_of_layer,
+            };
+            // Values with a norm are the product of the keys.
+            let (v, va) = if layers.has_value_norm { (&k, &ka) } else { (&v, &va) };
+            b.run(|k, r| k.qkv_store(r, &attention, [&qa, &ka, va], &arrays, n));
 
             let with_bias = |row: &[f32], bias: &[f32]| -> Vec<f32> {
                 row.iter().zip(bias).map(|(x, bias)| x + bias).collect()
@@ -884,7 +906,12 @@ fn qkv_store_normalizes_rotates_and_stores() {
                     let got = paged.take(&mut keys, kv, Cached::Key, place);
                     close(&got, &expected, &vec![4.0; d], 1e-6 + lost / 4.0, &what);
                     let mut one = paged.empty_cache(kv);
-                    let row = with_bias(&v[at..at + d], &biases[2][of_head]);
+                    let mut row = with_bias(&v[at..at + d], &biases[2][of_head]);
+                    if layers.has_value_norm {
+                        let exact: Vec<f64> = row.iter().map(|v| f64::from(*v)).collect();
+                        let normed = reference::rms_norm(&exact, &vec![1.0; d], f64::from(eps));
+                        row = normed.into_iter().map(|v| v as f32).collect();
+                    }
                     let kept = paged.file_away(&mut one, kv, Cached::Value, place, &row);
                     let kept: Vec<f64> = kept.into_iter().map(f64::from).collect();
                     // A value in the middle between two integers may be rounded to either of them.
@@ -904,6 +931,54 @@ fn qkv_store_normalizes_rotates_and_stores() {
 }
 
 #[test]
+fn a_soft_cap_bounds_logits_of_any_size() {
+    let mut b = Bench::new(45);
+    for (rows, width, cap) in [(1, 1, 30.0f32), (3, 1001, 30.0), (2, 5000, 0.5)] {
+        let mut x = b.random(rows * width, 3.0 * cap);
+        x[..1].copy_from_slice(&[f32::MAX]);
+        if width > 1 {
+            x[1..4].copy_from_slice(&[f32::MIN, 0.0, 1e-6]);
+        }
+        let logits = b.activations(&x, width);
+        b.run(|k, r| k.softcap(r, &logits, cap, rows));
+        let cap = f64::from(cap);
+        let expected: Vec<f64> = x.iter().map(|x| cap * (f64::from(*x) / cap).tanh()).collect();
+        close(&b.rows(&logits, rows), &expected, &vec![cap; x.len()], 1e-6, &format!("{rows} x {width}"));
+    }
+}
+
+#[test]
+fn a_sum_is_multiplied_by_the_number_of_its_layer() {
+    with_each_body(46, |b| {
+        let (rows, dim, scale) = (3, 257, 0.37f32);
+        let (x, base) = (b.random(rows * dim, 2.0), b.random(rows * dim, 1.0));
+        let weight = b.random(dim, 1.0);
+        let norm = RmsNorm { weight: b.upload(&weight), eps: 1e-6 };
+        let input = b.activations(&x, dim);
+        let (added, hidden) = (b.activations(&base, dim), b.activations(&base, dim));
+        let output = b.empty(rows, dim);
+        let to = Operand::floats(&output);
+        b.run(|k, r| k.rms_norm_add(r, &input, (Some(&norm), scale), &added, rows));
+        b.run(|k, r| k.residual(r, &input, (Some(&norm), scale), (&hidden, &norm), &to, rows));
+        let rows_of = |all: &[f32]| -> Vec<Vec<f64>> {
+            all.chunks_exact(dim).map(|row| row.iter().map(|v| f64::from(*v)).collect()).collect()
+        };
+        let normed = |row: &[f64]| reference::rms_norm(row, &weight, 1e-6);
+        let sums: Vec<Vec<f64>> = rows_of(&x)
+            .iter()
+            .zip(rows_of(&base))
+            .map(|(x, base)| normed(x).iter().zip(base).map(|(x, b)| (x + b) * f64::from(scale)).collect())
+            .collect();
+        let next: Vec<f64> = sums.iter().flat_map(|row| normed(row)).collect();
+        let sums = sums.concat();
+        for got in [&added, &hidden] {
+            close(&b.rows(got, rows), &sums, &vec![1.0; sums.len()], 1e-5, "sums");
+        }
+        close(&b.rows(&output, rows), &next, &vec![4.0; next.len()], 1e-5, "the next norm");
+    });
+}
+
+#[test]
 fn without_post_norms_the_result_of_a_sublayer_is_added_as_it_is() {
     with_each_body(41, |b| {
         b.make_layers(LayerKind { has_post_norms: false, ..LayerKind::default() });
@@ -915,8 +990,10 @@ fn without_post_norms_the_result_of_a_sublayer_is_added_as_it_is() {
             let norm = RmsNorm { weight: b.upload(&weight), eps: 1e-6 };
             let (added, hidden) = (b.activations(&base, dim), b.activations(&base, dim));
             let output = b.empty(rows, dim);
-            b.run(|k, r| k.rms_norm_add(r, &input, None, &added, rows));
-            b.run(|k, r| k.residual(r, &input, None, (&hidden, &norm), &Operand::floats(&output), rows));
+            b.run(|k, r| k.rms_norm_add(r, &input, (None, 1.0), &added, rows));
+            b.run(|k, r| {
+                k.residual(r, &input, (None, 1.0), (&hidden, &norm), &Operand::floats(&output), rows)
+            });
             assert_eq!(b.rows(&added, rows), sums, "{rows} x {dim}");
             assert_eq!(b.rows(&hidden, rows), sums, "{rows} x {dim}");
             let expected: Vec<f64> = sums
@@ -1683,6 +1760,7 @@ fn a_write_beyond_a_buffer_ends_at_its_guard_page() {
     let attention = Attention {
         shape,
         qk_norms: Some([norm.clone(), norm]),
+        norm_eps: 1e-6,
         biases: None,
         rope: b.upload(&[0f32; 64 * 32]),
         q_scale: 1.0,

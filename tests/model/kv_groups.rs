@@ -11,7 +11,10 @@ const LARGE: AttentionHeads =
 
 /// A model whose layers have these windows and heads.
 fn model(layers: &[(Option<usize>, AttentionHeads)]) -> ModelSpec {
-    let layers = layers.iter().map(|&(window, heads)| LayerSpec { window, rope: 0, heads }).collect();
+    let layers = layers
+        .iter()
+        .map(|&(window, heads)| LayerSpec { window, rope: 0, heads, has_values_of_keys: false })
+        .collect();
     ModelSpec { layers, ..arch::shape("gemma-3-1b").unwrap().spec() }
 }
 

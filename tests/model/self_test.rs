@@ -100,6 +100,11 @@ fn norms(all: &mut BTreeMap<String, Set>) {
         let rows = x.iter().zip(&before);
         rows.map(|(x, up)| x.iter().zip(up).map(|(x, up)| glu(*x, *up)).collect()).collect()
     };
+    let cap = f64::from(inputs::SOFTCAP);
+    let softcapped = x
+        .iter()
+        .map(|row| row.iter().map(|x| cap * (x / cap).tanh()).collect::<Vec<_>>())
+        .collect::<Vec<_>>();
     for (name, result) in [
         ("rms_norm", normed),
         ("residual y", norm(&hidden, true)),
@@ -108,6 +113,7 @@ fn norms(all: &mut BTreeMap<String, Set>) {
         ("plain residual hidden", plain),
         ("glu by gelu", glu(reference::geglu)),
         ("glu by silu", glu(reference::swiglu)),
+        ("softcap", softcapped),
     ] {
         let values = result.iter().flat_map(|row| inputs::NORM_COLS.map(|col| row[col]));
         let most = largest(&result.concat());
@@ -136,7 +142,7 @@ fn heads(dim: usize) -> BTreeMap<String, Set> {
             true => inputs::bias(what, of, class),
             false => 0.0,
         };
-        let (mut queries, mut keys, mut values) = (Vec::new(), Vec::new(), Vec::new());
+        let [mut queries, mut keys, mut values, mut normed] = [const { Vec::new() }; 4];
         for (token, (position, _)) in inputs::STORED.into_iter().enumerate() {
             let angles: Vec<f64> = (0..dim / 2).map(|i| inputs::angle(position, i % 2)).collect();
             let turned = |raw: &dyn Fn(usize) -> f32, is_key: bool| {
@@ -155,9 +161,13 @@ fn heads(dim: usize) -> BTreeMap<String, Set> {
                 keys.extend(turned(&|class| inputs::raw_key(token, of, class) + bias(1, of, class), true));
                 let value = |class| f64::from(inputs::value(token, of, class) + bias(2, of, class));
                 values.extend([0, 1, 2, 3].map(value));
+                let ones = vec![1.0; dim];
+                normed.extend(of_classes(&reference::rms_norm(&head(dim, value), &ones, inputs::EPS.into())));
             }
         }
-        for (name, stored, bound) in [("q", queries, 1e-6), ("k", keys, 1e-5), ("v", values, 1e-6)] {
+        for (name, stored, bound) in
+            [("q", queries, 1e-6), ("k", keys, 1e-5), ("v", values, 1e-6), ("normed v", normed, 1e-5)]
+        {
             let most = largest(&stored);
             let kind = inputs::stored_kind(has_norms, has_biases);
             all.insert(format!("qkv_store{kind} {name}"), set(stored, bound, most));

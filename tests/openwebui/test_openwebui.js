@@ -227,7 +227,7 @@ const tests = {
     same(catalog.data.map((model) => [model.id, model.status.value]), [[MODEL, "loaded"]], "the catalog");
     same(await ok("POST", "/openai/models/0/load", { model: MODEL }), { success: true }, "to load");
     const [code, refused] = await api("POST", "/openai/models/0/unload", { model: MODEL });
-    check(code === 400 && JSON.stringify(refused).includes("one model"), `to unload: ${code} ${JSON.stringify(refused)}`);
+    check(code === 400 && JSON.stringify(refused).includes("cannot unload the model"), `to unload: ${code} ${JSON.stringify(refused)}`);
     // An answer that continues where it was cut.
     await ask(LONG);
     await newChat();
@@ -269,6 +269,7 @@ const tests = {
       await ok("POST", "/openai/config/update", {
         ...config, OPENAI_API_BASE_URLS: addresses, OPENAI_API_KEYS: ["", ""], OPENAI_API_CONFIGS: { 0: { enable: true }, 1: { enable: true } },
       });
+      await ask({ max_tokens: "60" });
       const models = await ok("GET", "/api/models");
       same(models.data.map((model) => model.id).filter((name) => [MODEL, id].includes(name)).sort(), [MODEL, id].sort(), "models of both");
       // A temporary chat has no title, tags or follow-ups, which would take this model minutes on a software GPU.

@@ -15,8 +15,9 @@ pub struct GgufArch {
     pub name: &'static str,
     /// Generates `config.json`.
     pub config: fn(&Keys, &GgufTensors) -> Result<Json, HeaderError>,
-    /// The Hugging Face name of a tensor within its layer, such as `self_attn.q_proj` for `attn_q`; `None` if unknown.
-    pub layer_tensor: fn(&str) -> Option<&'static str>,
+    /// The Hugging Face name of a tensor within its layer, such as `self_attn.q_proj.weight` for `attn_q` and `weight`;
+    /// `None` if unknown.
+    pub layer_tensor: fn(&str, &str) -> Option<String>,
     /// The matrices, such as `attn_q`, whose rows are stored so that each row of the first half of a head is followed by
     /// its counterpart in the second half. Hugging Face stores one half after the other.
     pub interleaved: &'static [&'static str],
@@ -177,14 +178,26 @@ impl<'a, 'm> Keys<'a, 'm> {
         }
     }
 
-    /// Reads the numbers that describe a model. Refuses a model that generates no text.
-    pub fn geometry(&self) -> Result<Geometry, HeaderError> {
+    /// The number of layers.
+    pub fn blocks(&self) -> Result<u64, HeaderError> {
         /// Every known model has far fewer.
         const MAX_BLOCKS: u64 = 1024;
         let blocks = self.required("block_count")?;
-        if !(1..=MAX_BLOCKS).contains(&blocks) {
-            return Err(self.error("block_count", format!("is {blocks}; expected 1 to {MAX_BLOCKS}")));
+        match (1..=MAX_BLOCKS).contains(&blocks) {
+            true => Ok(blocks),
+            false => Err(self.error("block_count", format!("is {blocks}; expected 1 to {MAX_BLOCKS}"))),
         }
+    }
+
+    /// Reads the numbers that describe a model. Refuses a model that generates no text.
+    pub fn geometry(&self) -> Result<Geometry, HeaderError> {
+        let kv_heads = self.uniform("attention.head_count_kv", self.blocks()?)?;
+        self.geometry_with(kv_heads)
+    }
+
+    /// Like [`Keys::geometry`], for a model with these KV heads, or with as many as query heads.
+    pub fn geometry_with(&self, kv_heads: Option<u64>) -> Result<Geometry, HeaderError> {
+        let blocks = self.blocks()?;
         let hidden = self.required("embedding_length")?;
         let heads = self.heads(blocks)?;
         let head_dim = self.head_dim()?;
@@ -204,7 +217,7 @@ impl<'a, 'm> Keys<'a, 'm> {
                 .uniform("feed_forward_length", blocks)?
                 .ok_or_else(|| self.missing("feed_forward_length"))?,
             heads,
-            kv_heads: self.uniform("attention.head_count_kv", blocks)?.unwrap_or(heads),
+            kv_heads: kv_heads.unwrap_or(heads),
             head_dim,
             context: self.whole("context_length")?,
             norm_eps: self.number(&["attention.layer_norm_rms_epsilon"])?.unwrap_or(1e-6),
@@ -217,6 +230,45 @@ impl<'a, 'm> Keys<'a, 'm> {
             Some(name) => self.metadata.number(&self.full(name)),
             None => Ok(None),
         }
+    }
+
+    /// The values of a list with one element per layer; `None` if the key is missing or no list.
+    fn each_layer(&self, name: &str, blocks: u64) -> Result<Option<Vec<Value<'a>>>, HeaderError> {
+        let key = self.full(name);
+        if !self.metadata.is_array(&key) {
+            return Ok(None);
+        }
+        let Some(elements) = self.metadata.elements(&key)? else { return Ok(None) };
+        if elements.len() as u64 != blocks {
+            let problem = format!("has {} elements; expected one per layer ({blocks})", elements.len());
+            return Err(self.error(name, problem));
+        }
+        elements.collect::<Result<_, _>>().map(Some)
+    }
+
+    /// Whether each layer has a window, from a list with true for those that have one; `None` if the file has no list.
+    pub fn windows(&self, blocks: u64) -> Result<Option<Vec<bool>>, HeaderError> {
+        const NAME: &str = "attention.sliding_window_pattern";
+        let has_window = |value| match value {
+            Value::Flag(slides) => Ok(slides),
+            Value::Whole(n @ 0..=1) => Ok(n == 1),
+            other => Err(self
+                .error(NAME, format!("contains {other}; expected true or false, true for a sliding layer"))),
+        };
+        let list = self.each_layer(NAME, blocks)?;
+        list.map(|list| list.into_iter().map(has_window).collect()).transpose()
+    }
+
+    /// A whole number for each layer. Some files have one number for all.
+    pub fn per_layer(&self, name: &str, blocks: u64) -> Result<Option<Vec<u64>>, HeaderError> {
+        let Some(list) = self.each_layer(name, blocks)? else {
+            return Ok(self.whole(name)?.map(|number| vec![number; blocks as usize]));
+        };
+        let whole = |value| match value {
+            Value::Whole(number) if u64::try_from(number).is_ok() => Ok(number as u64),
+            other => Err(self.error(name, format!("contains {other}; expected whole numbers"))),
+        };
+        list.into_iter().map(whole).collect::<Result<_, _>>().map(Some)
     }
 
     /// A whole number. Some files have a list of it, with one equal element per layer.

@@ -123,8 +123,8 @@ pub(super) fn tensor_name(arch: Option<&GgufArch>, name: &str) -> Result<String,
     }
     let in_layer = || {
         let (layer, part, what) = layer_part(name)?;
-        let part = (arch?.layer_tensor)(part)?;
-        Some(format!("model.layers.{layer}.{part}.{what}"))
+        let name = (arch?.layer_tensor)(part, what)?;
+        Some(format!("model.layers.{layer}.{name}"))
     };
     match in_layer() {
         Some(name) => Ok(name),

@@ -15,7 +15,7 @@ use super::cost::{self, Body};
 use crate::gpu::compiler::Compiler;
 use crate::gpu::{GpuError, Shader};
 use crate::kernels::all_pipelines;
-use crate::model::spec::Shape;
+use crate::model::spec::{AttentionHeads, Shape};
 
 /// The output of the compiling process.
 #[derive(Debug, Clone, Serialize, Deserialize)]
@@ -72,10 +72,10 @@ pub struct Pipeline {
 fn pipelines(shapes: &[Shape]) -> Vec<(&'static Shader, Vec<u32>)> {
     let mut all: Vec<(&'static Shader, Vec<u32>)> = Vec::new();
     for shape in shapes.iter().map(Shape::spec) {
-        let heads = shape.heads();
-        for (shader, constants) in
+        let of_heads = |heads: AttentionHeads| {
             all_pipelines(shape.layer_kind(), heads.group() as u32, heads.head_dim as u32)
-        {
+        };
+        for (shader, constants) in shape.distinct_heads().into_iter().flat_map(of_heads) {
             if !all.iter().any(|(s, c)| s.name == shader.name && *c == constants) {
                 all.push((shader, constants));
             }

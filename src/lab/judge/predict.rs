@@ -5,7 +5,7 @@
 //! shared memory for its instructions. Dispatches come one after the other. The prediction leaves out latency that too
 //! few waves cannot hide, and the bandwidth of the caches.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use serde::Serialize;
 use serde_json::{Value, json};
@@ -523,10 +523,10 @@ impl Question {
 impl Pipeline {
     /// The fewest and the most trips of the steady loop in the predictions of these shapes.
     pub fn trips(&self, shapes: &[Shape], predictions: &[Prediction]) -> Option<(f64, f64)> {
-        let columns = shapes
-            .iter()
-            .map(Shape::spec)
-            .flat_map(|s| [s.hidden_size, s.heads().q_width(), s.intermediate_size]);
+        let columns = shapes.iter().map(Shape::spec).flat_map(|s| {
+            let attended = s.layers.iter().map(|layer| layer.heads.q_width());
+            attended.chain([s.hidden_size, s.intermediate_size]).collect::<BTreeSet<_>>()
+        });
         let products = columns.filter_map(|cols| Some(cost::product_trips(self.shader, cols)? as f64));
         let name = self.name();
         let others = predictions

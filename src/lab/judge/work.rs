@@ -9,7 +9,8 @@ use crate::checkpoint::{Encoding, NativeTensor, Tensor};
 use crate::cli::load;
 use crate::gpu::{Device, Note};
 use crate::kernels::shaders::{
-    AttentionPush, EmbedPush, FastMatmulPush, GluPush, HistoryPush, MatmulPush, RmsNormPush, SamplePush,
+    AttentionMergePush, AttentionPush, EmbedPush, FastMatmulPush, GluPush, HistoryPush, MatmulPush,
+    QkvStorePush, RmsNormPush, SamplePush, SoftcapPush,
 };
 use crate::kernels::{AttentionBy, AttentionTile, Item, LayerKind, TILE_ROWS, Tiles, Wants};
 use crate::lab::cost::{self, Dispatch, Drawn, Heads};
@@ -50,7 +51,6 @@ pub struct Types {
 pub struct PaperModel {
     runner: ModelRunner,
     types: Types,
-    heads: Heads,
     layers: LayerKind,
 }
 
@@ -66,7 +66,7 @@ impl PaperModel {
         let scheme = |spec: &TensorSpec| match spec.role {
             Role::Embedding | Role::Head => Some(types.embedding),
             Role::Projection(_) => Some(types.projections),
-            Role::Norm | Role::Bias => None,
+            Role::Norm | Role::Bias | Role::Scalar => None,
         };
         let sizes = |spec: &TensorSpec| match scheme(spec) {
             Some(scheme) => (
@@ -102,13 +102,13 @@ impl PaperModel {
             max_submit: Duration::MAX,
             ..LoadOptions::default()
         };
-        let (heads, layers) = (Heads::of(&config.heads(), types.kv), config.layer_kind());
+        let layers = config.layer_kind();
         // The demo model's files are a source without other tensors.
         let files = load::demo_files();
         let source = Source { config, ..Source::open(&files)? };
         let device = Device::open_null()?;
         let (runner, _) = ModelRunner::load_weights(&device, &source, &weights, None, &options, &mut |_| {})?;
-        Ok(PaperModel { runner, types, heads, layers })
+        Ok(PaperModel { runner, types, layers })
     }
 
     /// The dispatches of a step in which each sequence contributes the tokens at these positions. Each sequence draws
@@ -181,6 +181,12 @@ impl PaperModel {
             .collect()
     }
 
+    /// Numbers of query heads and KV heads, and the dimension of a head.
+    fn heads(&self, [num_heads, num_kv_heads, head_dim]: [u32; 3]) -> Heads {
+        let [num_heads, num_kv_heads, head_dim] = [num_heads, num_kv_heads, head_dim].map(|n| n as usize);
+        Heads { num_heads, num_kv_heads, head_dim, kv: self.types.kv }
+    }
+
     /// The name and the cost of a recorded dispatch. Panics if the cost belongs to another pipeline or grid.
     fn cost(&self, note: &Note) -> (&'static str, Dispatch) {
         let Types { projections, embedding, precision, .. } = self.types;
@@ -233,9 +239,17 @@ impl PaperModel {
                     },
                 )
             }
-            "qkv_store" => ("qkv_store", cost::qkv_store(&self.heads, x, self.layers)),
+            "qkv_store" => {
+                let QkvStorePush { num_heads, num_kv_heads, head_dim, .. } = note.push();
+                let heads = self.heads([num_heads, num_kv_heads, head_dim]);
+                ("qkv_store", cost::qkv_store(&heads, x, self.layers))
+            }
             "attention" => {
-                let window = note.push::<AttentionPush>().window as usize;
+                let AttentionPush { window, num_kv_heads, .. } = note.push();
+                let [group, head_dim, ..] = note.constants[..] else {
+                    unreachable!("attention has constants")
+                };
+                let heads = self.heads([num_kv_heads * group, num_kv_heads, head_dim]);
                 let items = note.array::<Item>("items", x);
                 let is_of_tiles = match note.constants[..] {
                     [_, _, _] => name.starts_with("attention_tile"),
@@ -248,8 +262,8 @@ impl PaperModel {
                     (true, "sliding") => "attention of tiles, sliding",
                     (true, _) => "attention of tiles, full",
                 };
-                let window = (window > 0).then_some(window);
-                (what, cost::attention(&self.heads, window, (note.shader, &note.constants), &items))
+                let window = (window > 0).then_some(window as usize);
+                (what, cost::attention(&heads, window, (note.shader, &note.constants), &items))
             }
             "attention_merge" => {
                 let merges = note.array::<[u32; 2]>("merges", y);
@@ -258,11 +272,18 @@ impl PaperModel {
                     "sliding" => "attention merged, sliding",
                     _ => "attention merged, full",
                 };
-                (what, cost::attention_merge(&self.heads, y, partials, wants))
+                let AttentionMergePush { num_heads, fours, .. } = note.push();
+                // The number of KV heads has no effect on a merge.
+                let heads = self.heads([num_heads, num_heads, 4 * fours]);
+                (what, cost::attention_merge(&heads, y, partials, wants))
             }
             "glu" => {
                 let width = note.push::<GluPush>().width as usize;
                 ("glu", cost::glu(y, width, wants, self.layers.activation))
+            }
+            "softcap" => {
+                let width = note.push::<SoftcapPush>().width as usize;
+                ("soft cap", cost::softcap(y, width))
             }
             "sample" => {
                 let vocab = note.push::<SamplePush>().vocab as usize;

@@ -8,7 +8,8 @@ use serde_json::Value;
 use crate::checkpoint::short;
 use crate::kernels::HiddenAct;
 use crate::model::config::{
-    ConfigError, Level, MAX_HIDDEN, MAX_INTERMEDIATE, MAX_LAYERS, MAX_POSITIONS, MAX_VOCAB, TokenIds, show,
+    ConfigError, LayerType, Level, MAX_HIDDEN, MAX_INTERMEDIATE, MAX_LAYERS, MAX_POSITIONS, MAX_VOCAB,
+    TokenIds,
 };
 use crate::model::rope::{self, RopeSpec};
 use crate::model::spec::{Arch, AttentionHeads, LayerSpec, ModelSpec, NormWeight};
@@ -86,26 +87,26 @@ pub(in crate::model) fn read(
             defaults.intermediate_size,
             1..=MAX_INTERMEDIATE,
         )?,
-        num_hidden_layers,
-        q_width: heads.q_width(),
-        kv_width: heads.kv_width(),
-        head_dim: heads.head_dim,
         tie_word_embeddings: level.flag("tie_word_embeddings")?.unwrap_or(false),
     };
+    let layers = vec![LayerSpec { window, rope: 0, heads, has_values_of_keys: false }; num_hidden_layers];
     Ok(ModelSpec {
         arch,
         vocab_size,
         hidden_size,
         intermediate_size: sizes.intermediate_size,
         score_scale: (heads.head_dim as f64).powf(-0.5),
+        has_value_norm: false,
         hidden_act: HiddenAct::Silu,
         norm_eps: level.number("rms_norm_eps", 1e-6, 1e-30..=1.0)? as f32,
         norm_weight: NormWeight::AsStored,
         embed_scale: 1.0,
+        final_logit_softcap: None,
         max_position_embeddings: context,
-        layers: vec![LayerSpec { window, rope: 0, heads }; num_hidden_layers],
         ropes: vec![RopeSpec { name: "all layers", theta, scaling }],
-        tensors: ModelTensors::of(names, &sizes),
+        tensors: ModelTensors::of(names, &sizes, &layers),
+        layers,
+        suppress_tokens: Vec::new(),
         eos_token_ids: eos,
         bos_token_id: bos,
     })
@@ -113,17 +114,15 @@ pub(in crate::model) fn read(
 
 /// Checks the list that transformers 5 writes. All layers of these models are of one type.
 fn check_layer_types(level: &Level, layers: usize, has_window: bool) -> Result<(), ConfigError> {
-    let Some(value) = level.get("layer_types") else { return Ok(()) };
-    let Value::Array(types) = value else { return Err(level.mismatch("layer_types", value, "a list")) };
-    if types.len() != layers {
-        let problem = format!("has {} entries; expected num_hidden_layers ({layers})", types.len());
-        return Err(level.error("layer_types", problem));
-    }
-    let expected = if has_window { "sliding_attention" } else { "full_attention" };
-    match types.iter().position(|kind| kind.as_str() != Some(expected)) {
+    let (expected, name) = match has_window {
+        true => (LayerType::SlidingAttention, "sliding_attention"),
+        false => (LayerType::FullAttention, "full_attention"),
+    };
+    let types = LayerType::read_all(level, layers)?.unwrap_or_default();
+    match types.iter().position(|kind| *kind != expected) {
         None => Ok(()),
         Some(i) => {
-            let problem = format!("is {}; expected {expected:?}", show(&types[i]));
+            let problem = format!("is another type; expected {name:?}");
             Err(level.error(&format!("layer_types[{i}]"), problem))
         }
     }

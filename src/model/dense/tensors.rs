@@ -1,13 +1,13 @@
 //! The names of the tensors of a layer.
 
-use crate::model::tensors::{Biases, Layer, Names, Norms, Projections};
+use crate::model::tensors::{Biases, Layer, Names, Norms, Projections, Scalars};
 
 /// A layer without optional tensors.
 pub(in crate::model) const NAMES: Layer<Names> = Layer {
     projections: Projections {
         q_proj: Names::of("self_attn.q_proj", "attn_q"),
         k_proj: Names::of("self_attn.k_proj", "attn_k"),
-        v_proj: Names::of("self_attn.v_proj", "attn_v"),
+        v_proj: Some(Names::of("self_attn.v_proj", "attn_v")),
         o_proj: Names::of("self_attn.o_proj", "attn_output"),
         gate_proj: Names::of("mlp.gate_proj", "ffn_gate"),
         up_proj: Names::of("mlp.up_proj", "ffn_up"),
@@ -22,4 +22,5 @@ pub(in crate::model) const NAMES: Layer<Names> = Layer {
         k_norm: None,
     },
     biases: Biases { q_proj: None, k_proj: None, v_proj: None },
+    scalars: Scalars { layer_scalar: None },
 };

@@ -13,22 +13,14 @@ use serde_json::Value;
 
 use crate::checkpoint::{parse_config, short};
 use crate::model::config::{
-    ConfigError, Level, MAX_HIDDEN, MAX_INTERMEDIATE, MAX_LAYERS, MAX_POSITIONS, MAX_VOCAB, TokenIds, show,
+    ConfigError, LayerType, Level, MAX_HIDDEN, MAX_INTERMEDIATE, MAX_LAYERS, MAX_POSITIONS, MAX_VOCAB,
+    TokenIds,
 };
 use crate::model::rope::{THETAS, rope_type};
 use crate::model::spec::AttentionHeads;
 
 /// The value that transformers uses for `sliding_window` if a config has none.
 const DEFAULT_WINDOW: usize = 4096;
-
-/// The positions that a layer's attention sees.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum LayerType {
-    /// The last `sliding_window` positions, the token's own included.
-    SlidingAttention,
-    /// All positions.
-    FullAttention,
-}
 
 /// Hyperparameters of a Gemma-3 language model, by their Hugging Face names.
 #[derive(Debug, Clone, PartialEq)]
@@ -72,7 +64,7 @@ impl Config {
 
     pub(super) fn from_value(config: &Value, file_name: &str) -> Result<Self, ConfigError> {
         let root = Level::root(config, file_name)?;
-        let text = text_level(&root)?;
+        let text = root.language_model(&["gemma3"], &["gemma3_text"])?;
         for level in [&root, &text] {
             refuse_unsupported(level)?;
         }
@@ -116,47 +108,9 @@ impl Config {
     }
 }
 
-/// The object that describes the language model.
-fn text_level<'a>(root: &Level<'a>) -> Result<Level<'a>, ConfigError> {
-    let wrapped = root.text("model_type")? == Some("gemma3");
-    match root.get("text_config") {
-        Some(Value::Object(object)) => {
-            let text = Level { file: root.file, prefix: "text_config.".into(), object };
-            match text.text("model_type")? {
-                None | Some("gemma3_text") => Ok(text),
-                Some(other) => Err(text.error(
-                    "model_type",
-                    format!("{:?} is not supported; expected \"gemma3_text\"", short(other)),
-                )),
-            }
-        }
-        Some(other) => Err(root.error("text_config", format!("is {}; expected an object", show(other)))),
-        None if wrapped && root.get("hidden_size").is_none() => {
-            Err(root.error("text_config", "is missing; expected the language model's fields there"))
-        }
-        None => Ok(root.clone()),
-    }
-}
-
 fn layer_types(text: &Level, num_hidden_layers: usize) -> Result<Vec<LayerType>, ConfigError> {
-    if let Some(value) = text.get("layer_types") {
-        let Value::Array(types) = value else {
-            return Err(text.error("layer_types", format!("is {}; expected a list", show(value))));
-        };
-        if types.len() != num_hidden_layers {
-            let problem =
-                format!("has {} entries; expected num_hidden_layers ({num_hidden_layers})", types.len());
-            return Err(text.error("layer_types", problem));
-        }
-        let read = |(i, value): (usize, &Value)| match value.as_str() {
-            Some("sliding_attention") => Ok(LayerType::SlidingAttention),
-            Some("full_attention") => Ok(LayerType::FullAttention),
-            _ => Err(text.error(
-                &format!("layer_types[{i}]"),
-                format!("is {}; expected \"sliding_attention\" or \"full_attention\"", show(value)),
-            )),
-        };
-        return types.iter().enumerate().map(read).collect();
+    if let Some(types) = LayerType::read_all(text, num_hidden_layers)? {
+        return Ok(types);
     }
     // transformers has written the second name since 4.53, always together with layer_types.
     let names = ["sliding_window_pattern", "_sliding_window_pattern"];

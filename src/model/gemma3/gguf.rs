@@ -10,13 +10,13 @@
 use serde_json::{Value as Json, json};
 
 use super::tensors::NAMES;
-use crate::checkpoint::gguf::{self, Geometry, GgufArch, GgufTensors, GgufTokens, HeaderError, Keys, Value};
+use crate::checkpoint::gguf::{self, Geometry, GgufArch, GgufTensors, GgufTokens, HeaderError, Keys};
 use crate::checkpoint::short;
 
 pub(super) static GGUF: GgufArch = GgufArch {
     name: "gemma3",
     config,
-    layer_tensor: |name| NAMES.of_gguf(name),
+    layer_tensor: |name, what| NAMES.of_gguf(name, what),
     interleaved: &[],
     tokens: GgufTokens {
         bos: Some(2),
@@ -111,24 +111,8 @@ fn config(keys: &Keys, tensors: &GgufTensors) -> Result<Json, HeaderError> {
 fn layer_types(keys: &Keys, blocks: u64) -> Result<Vec<&'static str>, HeaderError> {
     const NAME: &str = "attention.sliding_window_pattern";
     let name_of = |slides: bool| if slides { SLIDING } else { "full_attention" };
-    let key = keys.full(NAME);
-    if keys.metadata.is_array(&key)
-        && let Some(elements) = keys.metadata.elements(&key)?
-    {
-        if elements.len() as u64 != blocks {
-            let problem = format!("has {} elements; expected one per layer ({blocks})", elements.len());
-            return Err(keys.error(NAME, problem));
-        }
-        return elements
-            .map(|value| match value? {
-                Value::Flag(slides) => Ok(name_of(slides)),
-                Value::Whole(n @ 0..=1) => Ok(name_of(n == 1)),
-                other => Err(keys.error(
-                    NAME,
-                    format!("contains {other}; expected true or false, true for a sliding layer"),
-                )),
-            })
-            .collect();
+    if let Some(windows) = keys.windows(blocks)? {
+        return Ok(windows.into_iter().map(name_of).collect());
     }
     let period = match keys.whole(NAME)? {
         Some(period @ 1..=MAX_PERIOD) => period,

@@ -9,13 +9,15 @@ mod gguf;
 mod shapes;
 mod tensors;
 
-pub use config::{Config, LayerType};
+pub use config::Config;
+pub(super) use tensors::NAMES;
 
 use serde_json::Value;
 
-use super::config::ConfigError;
+use super::config::{ConfigError, LayerType};
 use super::rope::{RopeScaling, RopeSpec};
 use super::spec::{Arch, AttentionHeads, LayerSpec, ModelSpec, NormWeight, Shape};
+use super::tensors::{ModelTensors, Sizes};
 use crate::kernels::HiddenAct;
 
 pub(super) static ARCH: Arch = Arch {
@@ -46,10 +48,22 @@ impl Config {
             head_dim: self.head_dim,
         };
         let layer = |kind: &LayerType| match kind {
-            LayerType::SlidingAttention => {
-                LayerSpec { window: Some(self.sliding_window), rope: SLIDING, heads }
+            LayerType::SlidingAttention => LayerSpec {
+                window: Some(self.sliding_window),
+                rope: SLIDING,
+                heads,
+                has_values_of_keys: false,
+            },
+            LayerType::FullAttention => {
+                LayerSpec { window: None, rope: FULL, heads, has_values_of_keys: false }
             }
-            LayerType::FullAttention => LayerSpec { window: None, rope: FULL, heads },
+        };
+        let layers: Vec<_> = self.layer_types.iter().map(layer).collect();
+        let sizes = Sizes {
+            vocab_size: self.vocab_size,
+            hidden_size: self.hidden_size,
+            intermediate_size: self.intermediate_size,
+            tie_word_embeddings: self.tie_word_embeddings,
         };
         let rope = |name, theta, factor| {
             let is_scaled = factor != 1.0;
@@ -62,17 +76,20 @@ impl Config {
             hidden_size: self.hidden_size,
             intermediate_size: self.intermediate_size,
             score_scale: self.query_pre_attn_scalar.powf(-0.5),
+            has_value_norm: false,
             hidden_act: HiddenAct::GeluTanh,
             norm_eps: self.rms_norm_eps,
             norm_weight: NormWeight::OnePlus,
             embed_scale: (self.hidden_size as f64).sqrt() as f32,
+            final_logit_softcap: None,
             max_position_embeddings: self.max_position_embeddings,
-            layers: self.layer_types.iter().map(layer).collect(),
+            tensors: ModelTensors::of(&NAMES, &sizes, &layers),
+            layers,
             ropes: vec![
                 rope("sliding layers", self.rope_local_base_freq, 1.0),
                 rope("full layers", self.rope_theta, self.rope_scaling_factor),
             ],
-            tensors: tensors::of(self),
+            suppress_tokens: Vec::new(),
             eos_token_ids: self.eos_token_ids.clone(),
             bos_token_id: self.bos_token_id,
         }

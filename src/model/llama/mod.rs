@@ -27,7 +27,7 @@ static SHAPES: [Shape; shapes::COUNT] = shapes::published(read);
 static GGUF: GgufArch = GgufArch {
     name: "llama",
     config: |keys, tensors| dense::gguf_config("llama", &GGUF.tokens, keys, tensors),
-    layer_tensor: |name| NAMES.of_gguf(name),
+    layer_tensor: |name, what| NAMES.of_gguf(name, what),
     interleaved: &["attn_q", "attn_k"],
     tokens: GgufTokens {
         bos: Some(1),

@@ -26,7 +26,7 @@ static SHAPES: [Shape; 2] = [
 static GGUF: GgufArch = GgufArch {
     name: "qwen2",
     config: |keys, tensors| dense::gguf_config("qwen2", &GGUF.tokens, keys, tensors),
-    layer_tensor: |name| WITH_BIASES.of_gguf(name),
+    layer_tensor: |name, what| WITH_BIASES.of_gguf(name, what),
     interleaved: &[],
     tokens: TOKENS,
 };

@@ -28,7 +28,7 @@ static SHAPES: [Shape; 3] = [
 static GGUF: GgufArch = GgufArch {
     name: "qwen3",
     config: |keys, tensors| dense::gguf_config("qwen3", &GGUF.tokens, keys, tensors),
-    layer_tensor: |name| WITH_QK_NORMS.of_gguf(name),
+    layer_tensor: |name, what| WITH_QK_NORMS.of_gguf(name, what),
     interleaved: &[],
     tokens: qwen2::TOKENS,
 };

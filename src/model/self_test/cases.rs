@@ -29,7 +29,8 @@ const KV_BLOCKS: usize = inputs::KEYS / inputs::BLOCK_SIZE;
 #[derive(Debug, Clone)]
 pub struct Traits {
     pub layers: LayerKind,
-    pub heads: Heads,
+    /// The heads of all layers, each once.
+    pub heads: Vec<Heads>,
     /// Every scheme of a matrix, once; the embedding's first.
     pub schemes: Vec<Scheme>,
     /// The common schemes of gate and up matrices, each with the form of its results.
@@ -40,8 +41,12 @@ pub struct Traits {
     pub attended: Vec<Wants>,
     pub activated: Vec<Wants>,
     pub last: Wants,
+    /// Whether the logits have a soft cap.
+    pub has_softcap: bool,
 }
 
+/// The factor of a sum, which halves the stored one exactly.
+const HALF: f32 = 0.5;
 /// How far attention with factors in f16 may be from the stored result, relative to the largest one.
 const F16_ERROR: f64 = 1e-3;
 
@@ -131,9 +136,9 @@ case_buffers! {
 /// Bytes for a list of items, and for each other list that shares out attention.
 const ITEM_BYTES: u64 = ROOM.tiles as u64 * size_of::<Item>() as u64;
 
-/// Bytes of the buffer of all cases of a model with these heads and schemes.
-pub fn buffer_bytes(heads: &Heads, schemes: &[Scheme]) -> u64 {
-    let parts = sizes(heads).into_iter().map(|(_, bytes)| bytes);
+/// Bytes of the buffer of all cases of a model with these heads and schemes. The cases of each heads have all parts.
+pub fn buffer_bytes(heads: &[Heads], schemes: &[Scheme]) -> u64 {
+    let parts = heads.iter().flat_map(sizes).map(|(_, bytes)| bytes);
     let matrices = schemes.iter().flat_map(|scheme| matrix_bytes(*scheme));
     parts.chain(matrices).map(|bytes| bytes.next_multiple_of(ALIGNMENT)).sum()
 }
@@ -143,8 +148,9 @@ fn matrix_bytes(scheme: Scheme) -> [u64; 2] {
 }
 
 /// Bytes of the results of one submit: those of the largest case, and no less than a few cases have.
-pub fn result_bytes(heads: &Heads) -> u64 {
-    let width = heads.group * KV_HEADS * heads.head_dim;
+pub fn result_bytes(heads: &[Heads]) -> u64 {
+    let widths = heads.iter().map(|heads| heads.group * KV_HEADS * heads.head_dim);
+    let width = widths.max().expect("the heads of a layer at least");
     (Activations::bytes(QUERIES, width) + Quantized::bytes(QUERIES, width) + (32 << 10)).max(128 << 10)
 }
 
@@ -367,18 +373,27 @@ impl Cases {
             at += bytes.next_multiple_of(ALIGNMENT);
             start..start + bytes
         };
-        let parts = sizes(&traits.heads).into_iter().map(|(part, bytes)| (part, take(bytes))).collect();
+        let mut parts_of = |heads: &Heads| -> Vec<(CaseBuffer, Range<u64>)> {
+            sizes(heads).into_iter().map(|(part, bytes)| (part, take(bytes))).collect()
+        };
+        let parts: Vec<_> = traits.heads.iter().map(&mut parts_of).collect();
         let matrices: Vec<[Range<u64>; 2]> =
             traits.schemes.iter().map(|scheme| matrix_bytes(*scheme).map(&mut take)).collect();
         assert_eq!(at, buffer.size(), "the buffer of all cases");
-        let space = Space { buffer: buffer.clone(), parts, image: vec![0; at as usize] };
-        let mut make = Make { space, kernels, traits, stored, cases: Vec::new(), untested: Vec::new() };
-        make.products(&matrices);
-        make.norms();
-        make.store();
-        make.attention();
-        make.history();
-        make.draws();
+        let space = Space { buffer: buffer.clone(), parts: Vec::new(), image: vec![0; at as usize] };
+        let (heads, cases, untested) = (traits.heads[0], Vec::new(), Vec::new());
+        let mut make = Make { space, kernels, traits, heads, stored, cases, untested };
+        for (i, (parts, heads)) in parts.into_iter().zip(&traits.heads).enumerate() {
+            (make.space.parts, make.heads) = (parts, *heads);
+            if i == 0 {
+                make.products(&matrices);
+                make.norms();
+                make.history();
+                make.draws();
+            }
+            make.store();
+            make.attention();
+        }
         Cases { cases: make.cases, image: make.space.image, untested: make.untested }
     }
 }
@@ -387,6 +402,8 @@ struct Make<'a> {
     space: Space,
     kernels: &'a Kernels,
     traits: &'a Traits,
+    /// The heads of the cases that are made at the moment.
+    heads: Heads,
     stored: &'a Stored,
     cases: Vec<Case>,
     untested: Vec<String>,
@@ -607,16 +624,26 @@ impl Make<'_> {
             self.add(format!("rms_norm_residual{}", form_name(form)), outputs, move |kernels, r| {
                 poison(r, buffers(&into));
                 r.copy(&before.buffer, &stream.buffer, bytes);
-                kernels.residual(r, &from, by.as_ref(), (&stream, &then), &into, NORM_ROWS);
+                kernels.residual(r, &from, (by.as_ref(), 1.0), (&stream, &then), &into, NORM_ROWS);
             });
         }
 
-        let outputs = vec![self.rows("hidden", &work, NORM_ROWS, stored.get(residual_hidden), &all)];
+        let set = stored.get(residual_hidden).scaled(HALF.into());
+        let outputs = vec![self.rows("hidden", &work, NORM_ROWS, &set, &all)];
         let (from, by, before, stream) = (x.clone(), post_norm, hidden.clone(), work.clone());
         self.add("rms_norm_add", outputs, move |kernels, r| {
             r.copy(&before.buffer, &stream.buffer, bytes);
-            kernels.rms_norm_add(r, &from, by.as_ref(), &stream, NORM_ROWS);
+            kernels.rms_norm_add(r, &from, (by.as_ref(), HALF), &stream, NORM_ROWS);
         });
+
+        if self.traits.has_softcap {
+            let outputs = vec![self.rows("logits", &work, NORM_ROWS, stored.get("softcap"), &all)];
+            let (from, to) = (x.clone(), work.clone());
+            self.add("softcap", outputs, move |kernels, r| {
+                r.copy(&from.buffer, &to.buffer, bytes);
+                kernels.softcap(r, &to, inputs::SOFTCAP, NORM_ROWS);
+            });
+        }
 
         let to = Operand::new(self.traits.last, &y, &blocks);
         // Row 2 comes first, followed by row 0.
@@ -653,7 +680,7 @@ impl Make<'_> {
     }
 
     fn shape(&self, window: Option<usize>) -> AttentionShape {
-        let Heads { group, head_dim, .. } = self.traits.heads;
+        let Heads { group, head_dim, .. } = self.heads;
         AttentionShape {
             num_heads: KV_HEADS * group,
             num_kv_heads: KV_HEADS,
@@ -672,7 +699,7 @@ impl Make<'_> {
         rows: &[usize],
         stored_at: impl Fn(usize, usize, usize) -> usize,
     ) -> (Vec<(usize, usize)>, Set) {
-        let Heads { group, head_dim, .. } = self.traits.heads;
+        let Heads { group, head_dim, .. } = self.heads;
         let cols = 0..KV_HEADS * group * head_dim;
         let all = || (0..rows.len()).flat_map(|row| cols.clone().map(move |col| (row, col)));
         let at = |(row, col)| stored_at(row, col / head_dim, inputs::class(col % head_dim, head_dim));
@@ -683,7 +710,7 @@ impl Make<'_> {
     /// The parts of a key or a value in a block of the cache, in order; for int8, followed by the scale
     /// (`shaders/common/kv.glsl`).
     fn cache_row(&self, part: CaseBuffer, block: usize, head: usize, token: usize) -> (Vec<Buffer>, Form) {
-        let Heads { head_dim, kv, .. } = self.traits.heads;
+        let Heads { head_dim, kv, .. } = self.heads;
         let (cache, block_size) = (self.space.part(part), inputs::BLOCK_SIZE);
         let (rows, row) = (KV_HEADS * block_size, head * block_size + token);
         let start = block * kv.block_bytes(rows, head_dim);
@@ -712,7 +739,7 @@ impl Make<'_> {
     /// Puts a row of whole 128ths into a block of the cache.
     fn put_cache_row(&mut self, part: CaseBuffer, block: usize, head: usize, token: usize, row: &[f32]) {
         let (to, _) = self.cache_row(part, block, head, token);
-        let bytes: Vec<u8> = match self.traits.heads.kv {
+        let bytes: Vec<u8> = match self.heads.kv {
             KvDtype::F32 => row.iter().flat_map(|v| v.to_le_bytes()).collect(),
             KvDtype::F16 => row.iter().flat_map(|v| half::f16::from_f32(*v).to_le_bytes()).collect(),
             KvDtype::Int8 => {
@@ -730,7 +757,7 @@ impl Make<'_> {
 
     /// Biases, QK-norm, RoPE and the store of keys and values.
     fn store(&mut self) {
-        let Heads { group, head_dim, kv } = self.traits.heads;
+        let Heads { group, head_dim, kv } = self.heads;
         let (kv_width, tokens) = (KV_HEADS * head_dim, inputs::STORED.len());
         let width = group * kv_width;
         let class = |col: usize| inputs::class(col % head_dim, head_dim);
@@ -766,7 +793,7 @@ impl Make<'_> {
         let [raw, q] =
             [CaseBuffer::RawQueries, CaseBuffer::StoredQueries].map(|part| space.floats(part, width));
         let [k, v] = [CaseBuffer::RawKeys, CaseBuffer::RawValues].map(|part| space.floats(part, kv_width));
-        let LayerKind { has_qk_norms, has_biases, .. } = self.traits.layers;
+        let LayerKind { has_qk_norms, has_biases, has_value_norm, .. } = self.traits.layers;
         let qk_norms = has_qk_norms.then(|| {
             [CaseBuffer::QueryNorm, CaseBuffer::KeyNorm]
                 .map(|part| RmsNorm { weight: space.part(part), eps: inputs::EPS })
@@ -789,7 +816,10 @@ impl Make<'_> {
         for (name, set, cache) in
             [("keys", "k", CaseBuffer::StoredKeys), ("values", "v", CaseBuffer::StoredValues)]
         {
-            let set = self.stored.get(&format!("qkv_store{kind} {set}"));
+            let set = self.stored.get(&match set {
+                "v" if has_value_norm => format!("qkv_store{kind} normed v"),
+                set => format!("qkv_store{kind} {set}"),
+            });
             // What the cache's type cannot express is half of its last bit.
             let lost = match kv {
                 KvDtype::F32 => 0.0,
@@ -803,8 +833,15 @@ impl Make<'_> {
                 outputs.push(Output { name, from, form, elements: (0..head_dim).map(element).collect() });
             }
         }
-        let attention =
-            Attention { shape: self.shape(None), qk_norms, biases, rope, q_scale: inputs::Q_SCALE, cache };
+        let attention = Attention {
+            shape: self.shape(None),
+            qk_norms,
+            norm_eps: inputs::EPS,
+            biases,
+            rope,
+            q_scale: inputs::Q_SCALE,
+            cache,
+        };
         self.add(format!("qkv_store_{kv}"), outputs, move |kernels, r| {
             let KvCache { keys, values } = &attention.cache;
             poison(r, [keys, values]);
@@ -815,7 +852,7 @@ impl Make<'_> {
 
     /// Attention of tokens in a tile and of a single token, over all keys and over a window, and the merge of splits.
     fn attention(&mut self) {
-        let Heads { group, head_dim, kv } = self.traits.heads;
+        let Heads { group, head_dim, kv } = self.heads;
         let width = KV_HEADS * group * head_dim;
         let first = inputs::KEYS - NEW_TOKENS;
         // The single token is the last one of the sequence.
@@ -883,6 +920,7 @@ impl Make<'_> {
                 let attention = Attention {
                     shape,
                     qk_norms: None,
+                    norm_eps: inputs::EPS,
                     biases: None,
                     rope: keys.clone(),
                     q_scale: 1.0,

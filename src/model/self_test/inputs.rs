@@ -25,6 +25,8 @@ pub const EMBEDDING_SCALE: f32 = 3.0;
 pub const NORM_ROWS: usize = 3;
 pub const WIDTH: usize = 1100;
 pub const NORM_COLS: [usize; 6] = [0, 5, 511, 1023, 1024, 1099];
+/// A soft cap, about as large as the numbers.
+pub const SOFTCAP: f32 = 0.75;
 pub const EPS: f32 = 1e-6;
 
 /// Keys of the attended sequence, of which the last [`NEW_TOKENS`] are queries, and the window of the windowed case.

@@ -21,6 +21,12 @@ impl Set {
         Set { values: self.values.repeat(times), ..*self }
     }
 
+    /// These values times `factor`.
+    pub fn scaled(&self, factor: f64) -> Set {
+        let values = self.values.iter().map(|value| value * factor).collect();
+        Set { values, bound: self.bound * factor, largest: self.largest * factor }
+    }
+
     /// The values at `wanted` of those at `places`.
     pub fn reordered<P: PartialEq>(&self, wanted: &[P], places: &[P]) -> Set {
         let at = |place| places.iter().position(|other| other == place).expect("a stored place");

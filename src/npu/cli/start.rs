@@ -217,6 +217,11 @@ fn process(model: &ModelSpec, config: &Config) -> Result<NpuProcess, NpuError> {
         let problem = "there is no folder of kernels: neither HOME nor UNICORN_CACHE_DIR is set";
         return Err(NpuError::new(NpuCode::KernelMissing, problem));
     };
+    if model.distinct_heads().len() > 1 {
+        let problem =
+            "the layers of this model have heads of different sizes; the NPU computes models with one size";
+        return Err(NpuError::new(NpuCode::KernelMissing, problem));
+    }
     let start = Start { shim: shim(config), kernels };
     let heads = HeadShape { head_dim: model.heads().head_dim, heads_per_group: model.heads().group() };
     // `/proc/self/exe` instead of the program's path: a package upgrade may have replaced the file.

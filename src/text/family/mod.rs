@@ -3,12 +3,13 @@
 
 mod chatml;
 mod gemma;
+mod gemma4;
 mod llama;
 mod syntax;
 
 pub use syntax::Family;
 
-static FAMILIES: [&Family; 3] = [&gemma::GEMMA, &llama::LLAMA, &chatml::CHATML];
+static FAMILIES: [&Family; 4] = [&gemma::GEMMA, &gemma4::GEMMA4, &llama::LLAMA, &chatml::CHATML];
 
 /// The family of a vocabulary, of which `contains` says whether it has a token.
 pub(super) fn of(contains: impl Fn(&str) -> bool) -> Option<&'static Family> {

@@ -1,0 +1,229 @@
+//! The `config.json` of a Gemma 4.
+//!
+//! Reads the multimodal wrappers (`text_config`) and the text-only layout, and both ways to say what layers that see all
+//! positions have of their own: `global_head_dim` and `num_global_key_value_heads` of the published files, and the
+//! `per_layer_config` that transformers writes. The defaults are those of transformers' `Gemma4TextConfig` and
+//! `Gemma4UnifiedTextConfig`.
+//!
+//! Refuses by name what would change the result and is not supported: mixtures of experts, per-layer embeddings, layers
+//! that share keys and values, biases, untied heads.
+
+use serde_json::Value;
+
+use super::{ARCH, tensors};
+use crate::checkpoint::short;
+use crate::kernels::HiddenAct;
+use crate::model::config::{
+    ConfigError, LayerType, Level, MAX_HEAD_DIM, MAX_HEADS, MAX_HIDDEN, MAX_INTERMEDIATE, MAX_LAYERS,
+    MAX_POSITIONS, MAX_VOCAB, TokenIds,
+};
+use crate::model::rope::{self, RopeScaling, RopeSpec, THETAS};
+use crate::model::spec::{AttentionHeads, LayerSpec, ModelSpec, NormWeight};
+use crate::model::tensors::{ModelTensors, Sizes};
+
+const WRAPPED: [&str; 2] = ["gemma4", "gemma4_unified"];
+const TEXT: [&str; 2] = ["gemma4_text", "gemma4_unified_text"];
+const UNIFIED: [&str; 2] = ["gemma4_unified", "gemma4_unified_text"];
+/// In configs without `layer_types`, every sixth layer sees all positions, and so does the last one.
+const PERIOD: usize = 6;
+
+/// Indices of the RoPE tables.
+const SLIDING: usize = 0;
+const FULL: usize = 1;
+
+/// Reads a `config.json`, which messages call `file_name`.
+pub(super) fn read(config: &Value, file_name: &str) -> Result<ModelSpec, ConfigError> {
+    let root = Level::root(config, file_name)?;
+    let text = root.language_model(&WRAPPED, &TEXT)?;
+    let model_type = text.text("model_type")?.or(root.text("model_type")?);
+    let is_unified = model_type.is_some_and(|name| UNIFIED.contains(&name));
+    for level in [&root, &text] {
+        refuse_unsupported(level)?;
+    }
+    refuse_other_layers(&text, is_unified)?;
+
+    let vocab_size = text.size("vocab_size", 262_144, 1..=MAX_VOCAB)?;
+    let num_hidden_layers = text.size("num_hidden_layers", 30, 1..=MAX_LAYERS)?;
+    let default_context = if is_unified { 262_144 } else { 131_072 };
+    let context = text.size("max_position_embeddings", default_context, 1..=MAX_POSITIONS)?;
+    let window = text.size("sliding_window", if is_unified { 1024 } else { 512 }, 1..=MAX_POSITIONS)?;
+    let heads = LayerHeads::read(&text)?;
+    let types = LayerType::read_all(&text, num_hidden_layers)?
+        .unwrap_or_else(|| default_layer_types(num_hidden_layers));
+    let has_values_of_keys = text.flag("attention_k_eq_v")?.unwrap_or(false);
+    let layer = |(i, kind): (usize, &LayerType)| -> Result<LayerSpec, ConfigError> {
+        let heads = heads.of_layer(i, *kind)?;
+        Ok(match kind {
+            LayerType::SlidingAttention => {
+                LayerSpec { window: Some(window), rope: SLIDING, heads, has_values_of_keys: false }
+            }
+            LayerType::FullAttention => LayerSpec { window: None, rope: FULL, heads, has_values_of_keys },
+        })
+    };
+    let layers = types.iter().enumerate().map(layer).collect::<Result<Vec<_>, _>>()?;
+    let ropes = ropes(&text, &layers, context)?;
+
+    let default = TokenIds { eos: vec![1], bos: Some(2) };
+    let TokenIds { eos, bos } = TokenIds::read(&[&text, &root], default, vocab_size)?;
+    let suppress_tokens = text.ids("suppress_tokens")?;
+    text.check_ids("suppress_tokens", &suppress_tokens, vocab_size)?;
+    let sizes = Sizes {
+        vocab_size,
+        hidden_size: text.size("hidden_size", 2304, 1..=MAX_HIDDEN)?,
+        intermediate_size: text.size("intermediate_size", 9216, 1..=MAX_INTERMEDIATE)?,
+        tie_word_embeddings: true,
+    };
+    let final_logit_softcap = match text.get("final_logit_softcapping") {
+        Some(cap) => Some(text.number_of("final_logit_softcapping", cap, 1e-3..=1e6)? as f32),
+        None => None,
+    };
+    Ok(ModelSpec {
+        arch: &ARCH,
+        vocab_size,
+        hidden_size: sizes.hidden_size,
+        intermediate_size: sizes.intermediate_size,
+        score_scale: 1.0,
+        has_value_norm: true,
+        hidden_act: HiddenAct::GeluTanh,
+        norm_eps: text.number("rms_norm_eps", 1e-6, 1e-30..=1.0)? as f32,
+        norm_weight: NormWeight::AsStored,
+        embed_scale: (sizes.hidden_size as f64).sqrt() as f32,
+        final_logit_softcap,
+        max_position_embeddings: context,
+        tensors: ModelTensors::of(&tensors::NAMES, &sizes, &layers),
+        layers,
+        ropes,
+        eos_token_ids: eos,
+        suppress_tokens,
+        bos_token_id: bos,
+    })
+}
+
+fn default_layer_types(layers: usize) -> Vec<LayerType> {
+    let kind = |layer: usize| match layer.is_multiple_of(PERIOD) || layer == layers {
+        true => LayerType::FullAttention,
+        false => LayerType::SlidingAttention,
+    };
+    (1..=layers).map(kind).collect()
+}
+
+/// The heads of the layers.
+struct LayerHeads<'a> {
+    text: Level<'a>,
+    sliding: AttentionHeads,
+    full: AttentionHeads,
+    /// Heads of single layers, by the layer's number.
+    per_layer: Option<Level<'a>>,
+}
+
+impl<'a> LayerHeads<'a> {
+    fn read(text: &Level<'a>) -> Result<Self, ConfigError> {
+        let sliding = AttentionHeads::read(text, 8, |_| 4, |_| 256)?;
+        let of = |name: &str, default: usize, most: u64| match text.get(name) {
+            Some(value) => text.whole(name, value, 1..=most).map(|n| n as usize),
+            None => Ok(default),
+        };
+        let per_layer = text.object("per_layer_config")?;
+        // A config with the heads of single layers has no heads of all full layers.
+        let full_dim = if per_layer.is_some() { sliding.head_dim } else { 512 };
+        let head_dim = of("global_head_dim", full_dim, MAX_HEAD_DIM)?;
+        let mut kv_heads = sliding.num_key_value_heads;
+        if text.flag("attention_k_eq_v")? == Some(true) {
+            kv_heads = of("num_global_key_value_heads", kv_heads, MAX_HEADS)?;
+        }
+        let full = sliding.with(text, kv_heads, ("global_head_dim", head_dim))?;
+        Ok(LayerHeads { text: text.clone(), sliding, full, per_layer })
+    }
+
+    fn of_layer(&self, layer: usize, kind: LayerType) -> Result<AttentionHeads, ConfigError> {
+        let heads = match kind {
+            LayerType::SlidingAttention => self.sliding,
+            LayerType::FullAttention => self.full,
+        };
+        let own = match &self.per_layer {
+            Some(all) => all.object(&layer.to_string())?,
+            None => None,
+        };
+        let Some(own) = own else { return Ok(heads) };
+        let of = |name: &str, default: usize, most: u64| match own.get(name) {
+            Some(value) => own.whole(name, value, 1..=most).map(|n| n as usize),
+            None => Ok(default),
+        };
+        let head_dim = of("head_dim", heads.head_dim, MAX_HEAD_DIM)?;
+        let kv_heads = of("num_key_value_heads", heads.num_key_value_heads, MAX_HEADS)?;
+        let name = format!("per_layer_config.{layer}.head_dim");
+        heads.with(&self.text, kv_heads, (&name, head_dim))
+    }
+}
+
+/// The tables of layers with a window and of those without.
+fn ropes(text: &Level, layers: &[LayerSpec], context: usize) -> Result<Vec<RopeSpec>, ConfigError> {
+    let by_type = text.object("rope_parameters")?;
+    let table = |index, name, field: &str, theta, scaling| -> Result<RopeSpec, ConfigError> {
+        let head_dim = layers.iter().find(|layer| layer.rope == index).map(|layer| layer.heads.head_dim);
+        let own = match &by_type {
+            Some(by_type) => by_type.object(field)?,
+            None => None,
+        };
+        let (Some(own), Some(head_dim)) = (own, head_dim) else {
+            return Ok(RopeSpec { name, theta, scaling });
+        };
+        let theta = own.number("rope_theta", theta, THETAS)?;
+        Ok(RopeSpec { name, theta, scaling: rope::scaling(&own, head_dim, context)? })
+    };
+    let proportional = RopeScaling::Proportional { share: 0.25, factor: 1.0 };
+    Ok(vec![
+        table(SLIDING, "sliding layers", "sliding_attention", 1e4, RopeScaling::Unscaled)?,
+        table(FULL, "full layers", "full_attention", 1e6, proportional)?,
+    ])
+}
+
+/// Refuses layers that are not computed.
+fn refuse_other_layers(text: &Level, is_unified: bool) -> Result<(), ConfigError> {
+    // The published class has per-layer embeddings by default.
+    let default_width = if is_unified { 0 } else { 256 };
+    for (name, default, what) in [
+        ("hidden_size_per_layer_input", default_width, "per-layer embeddings"),
+        ("num_kv_shared_layers", 0, "layers that share keys and values"),
+    ] {
+        let number = match text.get(name) {
+            Some(value) => text.whole(name, value, 0..=MAX_HIDDEN)? as usize,
+            None => default,
+        };
+        if number > 0 {
+            return Err(text.error(name, format!("is {number}; {what} cannot be computed")));
+        }
+    }
+    for (name, what) in
+        [("enable_moe_block", "mixtures of experts"), ("use_double_wide_mlp", "layers of different widths")]
+    {
+        if text.flag(name)? == Some(true) {
+            return Err(text.error(name, format!("is true; {what} cannot be computed")));
+        }
+    }
+    Ok(())
+}
+
+/// Refuses fields that would change the result and are not supported.
+fn refuse_unsupported(level: &Level) -> Result<(), ConfigError> {
+    for (name, wanted) in [("attention_bias", false), ("tie_word_embeddings", true)] {
+        if level.flag(name)?.is_some_and(|flag| flag != wanted) {
+            let problem = format!("is {}; only checkpoints with {wanted} can be computed", !wanted);
+            return Err(level.error(name, problem));
+        }
+    }
+    // "vision" concerns the tokens of images, of which a text has none.
+    if let Some(Value::String(kind)) = level.get("use_bidirectional_attention")
+        && kind != "vision"
+    {
+        let problem = format!("is {:?}; expected \"vision\" or null", short(kind));
+        return Err(level.error("use_bidirectional_attention", problem));
+    }
+    if let Some(activation) = level.text("hidden_activation")?
+        && activation != "gelu_pytorch_tanh"
+    {
+        let problem = format!("{:?} is not supported; expected \"gelu_pytorch_tanh\"", short(activation));
+        return Err(level.error("hidden_activation", problem));
+    }
+    Ok(())
+}

@@ -1,0 +1,22 @@
+//! Gemma 4, dense: scores without a scale, values normed without weights, layers that see all positions with larger heads
+//! than the others and values that are their raw keys, a number that each layer's result is multiplied by, and a soft cap
+//! of the logits. Norm weights are used as stored. The output head is the embedding.
+
+mod config;
+mod gguf;
+mod shapes;
+mod tensors;
+
+use super::spec::{Arch, Shape};
+
+pub(super) static ARCH: Arch = Arch {
+    name: "Gemma 4",
+    model_types: &["gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text"],
+    read: config::read,
+    gguf: &gguf::GGUF,
+    measured: "gemma-4-12b,gemma-4-31b",
+    hub_example: "google/gemma-4-12b-it",
+    shapes: &SHAPES,
+};
+
+static SHAPES: [Shape; 2] = shapes::published(config::read);

@@ -1,0 +1,86 @@
+//! The published sizes of Gemma 4.
+
+use serde_json::{Value, json};
+
+use crate::model::config::ConfigError;
+use crate::model::spec::{ModelSpec, Shape};
+
+/// What distinguishes one size from the others.
+struct Size {
+    name: &'static str,
+    model_type: &'static str,
+    hidden_size: usize,
+    intermediate_size: usize,
+    num_hidden_layers: usize,
+    num_attention_heads: usize,
+    num_key_value_heads: usize,
+    num_global_key_value_heads: usize,
+}
+
+static SIZES: [Size; 2] = [
+    Size {
+        name: "gemma-4-12b",
+        model_type: "gemma4_unified_text",
+        hidden_size: 3840,
+        intermediate_size: 15_360,
+        num_hidden_layers: 48,
+        num_attention_heads: 16,
+        num_key_value_heads: 8,
+        num_global_key_value_heads: 1,
+    },
+    Size {
+        name: "gemma-4-31b",
+        model_type: "gemma4_text",
+        hidden_size: 5376,
+        intermediate_size: 21_504,
+        num_hidden_layers: 60,
+        num_attention_heads: 32,
+        num_key_value_heads: 16,
+        num_global_key_value_heads: 4,
+    },
+];
+
+/// The shapes of all sizes. `read` reads their configs.
+pub(super) const fn published(read: fn(&Value, &str) -> Result<ModelSpec, ConfigError>) -> [Shape; 2] {
+    [
+        Shape::new(SIZES[0].name, || SIZES[0].config_json(), read),
+        Shape::new(SIZES[1].name, || SIZES[1].config_json(), read),
+    ]
+}
+
+impl Size {
+    /// The text of a `config.json` in the text-only layout. Every sixth layer sees all positions.
+    fn config_json(&self) -> String {
+        let config = json!({
+            "attention_bias": false,
+            "attention_k_eq_v": true,
+            "bos_token_id": 2,
+            "eos_token_id": [1, 106, 50],
+            "final_logit_softcapping": 30.0,
+            "global_head_dim": 512,
+            "head_dim": 256,
+            "hidden_activation": "gelu_pytorch_tanh",
+            "hidden_size": self.hidden_size,
+            "hidden_size_per_layer_input": 0,
+            "intermediate_size": self.intermediate_size,
+            "max_position_embeddings": 262_144,
+            "model_type": self.model_type,
+            "num_attention_heads": self.num_attention_heads,
+            "num_global_key_value_heads": self.num_global_key_value_heads,
+            "num_hidden_layers": self.num_hidden_layers,
+            "num_key_value_heads": self.num_key_value_heads,
+            "pad_token_id": 0,
+            "rms_norm_eps": 1e-6,
+            "rope_parameters": {
+                "full_attention": {
+                    "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0, "rope_type": "proportional"
+                },
+                "sliding_attention": {"rope_theta": 10_000.0, "rope_type": "default"}
+            },
+            "sliding_window": 1024,
+            "torch_dtype": "bfloat16",
+            "vocab_size": 262_144,
+        });
+        format!("{config:#}\n")
+    }
+}
