@@ -163,12 +163,10 @@ def clippy():
 def rust():
     """Unit tests, the integration suite and the documentation's examples. Also builds the server for `clients`,
     `scaling`, `service` and `page`, and the examples for `npu`."""
-    fetched, _ = run([str(ROOT / "tools/fetch_real_tokenizer.sh")], FETCH_SECONDS)
-    if fetched not in (0, 3, 4, None):  # 3 and 4: the tokenizer is not available, so its cases are skipped
-        return Result(failures=[f"rust: tools/fetch_real_tokenizer.sh: {ended(fetched)}"])
-    fetched, _ = run([str(ROOT / "tools/fetch_smollm2.sh")], FETCH_SECONDS)
-    if fetched not in (0, 3, 4, None):  # 3 and 4: the model is not available, so its tests are skipped
-        return Result(failures=[f"rust: tools/fetch_smollm2.sh: {ended(fetched)}"])
+    for script in ["fetch_real_tokenizer.sh", "fetch_smollm2.sh", "fetch_gemma4_vocabulary.sh"]:
+        fetched, _ = run([str(ROOT / "tools" / script)], FETCH_SECONDS)
+        if fetched not in (0, 3, 4, None):  # 3 and 4: the file is not available, so its tests are skipped
+            return Result(failures=[f"rust: tools/{script}: {ended(fetched)}"])
     # A test analyzes kernels with the compiler of one of these devices, and is skipped without it.
     make_devices()
     SKIP_LOG.unlink(missing_ok=True)

@@ -22,9 +22,9 @@ const SPLITS_OF_4: usize = 28;
 /// Number of units before the first split of 16 units.
 const UNITS_IN_SHORT_SPLITS: usize = SPLITS_OF_1 + 4 * SPLITS_OF_4;
 
-/// Number of rows of a tile (a row is one query head of one token): four teams of [`TEAM_ROWS`]
+/// The most rows of a tile (a row is one query head of one token): four teams of [`TEAM_ROWS`]
 /// (`shaders/common/attention_by_lanes.glsl`), or rows of `shaders/common/attention_in_tiles.glsl`.
-pub(crate) const TILE_ROWS: usize = 4 * TEAM_ROWS;
+pub(super) const TILE_ROWS: usize = 4 * TEAM_ROWS;
 /// Number of rows that a team of 64 lanes computes.
 pub(super) const TEAM_ROWS: usize = 8;
 /// If a step has this many workgroups of tiles, no tile is split further: eight for each of the 12 compute units of a
@@ -85,7 +85,7 @@ impl AttentionShape {
 
     /// The most tokens in a tile.
     pub fn tile_tokens(&self) -> usize {
-        TILE_ROWS / (self.num_heads / self.num_kv_heads)
+        tile_rows(self.head_dim) / (self.num_heads / self.num_kv_heads)
     }
 
     /// Number of f32 elements of a token's partial. Each head has `head_dim` values, the largest score, the sum of the
@@ -93,6 +93,12 @@ impl AttentionShape {
     pub fn partial_width(&self) -> usize {
         partial_width(self.num_heads, self.head_dim)
     }
+}
+
+/// Number of rows of a tile. On RDNA 3, subgroups that multiply tiles of more rows of large heads need more registers than
+/// there are.
+pub(super) const fn tile_rows(head_dim: usize) -> usize {
+    if head_dim > 256 { TILE_ROWS / 2 } else { TILE_ROWS }
 }
 
 /// [`AttentionShape::partial_width`] as a constant function.

@@ -3,7 +3,7 @@
 use std::fmt;
 
 use super::arrays::{Heads, MAX_GROUP};
-use super::attention::{TEAM_ROWS, TILE_ROWS};
+use super::attention::{TEAM_ROWS, TILE_ROWS, tile_rows};
 use super::shaders::{self, shader_named};
 use crate::gpu::{DeviceInfo, DeviceKind, Shader};
 use crate::tensor::{KvDtype, Precision};
@@ -43,9 +43,8 @@ impl AttentionBy {
             AttentionBy::Lanes => {
                 attention_of(kv).map(|shader| (shader, attention_constants(shader, group, head_dim)))
             }
-            AttentionBy::Subgroups(tile) => {
-                [group.next_multiple_of(16), TILE_ROWS].map(|rows| tile.pipeline_of(heads, rows as u32))
-            }
+            AttentionBy::Subgroups(tile) => [group.next_multiple_of(16), tile_rows(head_dim)]
+                .map(|rows| tile.pipeline_of(heads, rows as u32)),
         }
     }
 }

@@ -19,7 +19,6 @@ pub use arrays::{
     Activations, Attention, AttentionShape, Heads, HiddenAct, KvCache, LAST_SAMPLED, LayerKind, MAX_GROUP,
     MAX_HEAD_DIM, Partials, RmsNorm, ShareArrays, StepArrays,
 };
-pub(crate) use attention::TILE_ROWS;
 pub use attention::{Item, PartItems, Room, Run, Shares, Splits, partial_width};
 pub use attention_kernels::{AttentionBy, AttentionTile};
 pub use operand::{

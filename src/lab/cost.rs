@@ -464,7 +464,9 @@ pub fn body(shader: &Shader, constants: &[u32], program: &Program) -> Option<Bod
             Some(Body { trip, unrolled: 1, weights: 0, once: without(program, &[steady]), key_rounds: 0 })
         }
         // These kernels have one or two loops over a row.
-        ("rms" | "embed" | "moments" | "pool" | "adjust" | "peak", []) | ("rms", [_]) | ("qkv", [_, _]) => {
+        ("rms" | "embed" | "moments" | "pool" | "adjust" | "peak", [])
+        | ("rms", [_])
+        | ("qkv", [_, _, _]) => {
             let outer: Vec<usize> = program.inside(None).collect();
             let trip = outer.iter().map(|i| program.trip(*i, &|_| 1)).reduce(|a, b| a + b)?;
             Some(Body { trip, unrolled: 1, weights: 0, once: without(program, &outer), key_rounds: 0 })
@@ -484,7 +486,7 @@ pub fn body(shader: &Shader, constants: &[u32], program: &Program) -> Option<Bod
             let trip = program.trip(*outer.first()?, &|_| 1);
             Some(Body { trip, unrolled: 1, weights: 0, once: without(program, &outer), key_rounds: 0 })
         }
-        ("history" | "quantize" | "offload", []) | ("glu", [_]) => None,
+        ("history" | "quantize" | "offload" | "softcap", []) | ("glu", [_]) => None,
         _ => panic!("{}: no case says which of its loops is the steady one", shader.name),
     }
 }

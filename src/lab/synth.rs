@@ -89,7 +89,10 @@ fn files(config: &ModelSpec, schemes: &Schemes) -> Vec<(String, Vec<(NewTensor, 
             let Target(scheme) = schemes.of(class);
             scheme.unwrap_or(Scheme::Bf16)
         });
-        let is_factor = spec.role == Role::Norm && config.norm_weight == NormWeight::AsStored;
+        let is_factor = match spec.role {
+            Role::Norm => config.norm_weight == NormWeight::AsStored,
+            role => role == Role::Scalar,
+        };
         let element = if is_factor { 1.0 } else { 0.0 };
         (NewTensor { name: spec.full_name(), shape: spec.shape.clone(), scheme }, element)
     };

@@ -47,6 +47,8 @@ pub(super) const READBACK_ROWS: usize = 32;
 /// for the Radeon 780M (68 % of the rate of its integer dot products). So a request that arrives while a prompt is
 /// computed waits no longer than a second or two.
 const MAX_LAYER_MACS: u64 = 110_000_000_000;
+/// The tokens of a whole tile of a prompt's products.
+const PRODUCT_TOKENS: usize = 32;
 /// Slots for partials of attention beyond one for each token. More workgroups than this fill any device.
 const SPARE_PARTIALS: Room = Room { single: 448, tiles: 256 };
 /// The least tokens of a step, however large the model is: one of every sequence, and as many of a prompt.
@@ -272,7 +274,8 @@ impl<'a> MemoryRequest<'a> {
     pub fn batch_tokens(&self) -> usize {
         let layers = self.models().flat_map(|(_, config, _)| &config.tensors.layers);
         let macs = layers.map(macs_per_token).max();
-        let bounded = (MAX_LAYER_MACS / macs.expect("a model at least")) as usize;
+        let bounded =
+            (MAX_LAYER_MACS / macs.expect("a model at least")) as usize / PRODUCT_TOKENS * PRODUCT_TOKENS;
         self.max_batch_tokens.min(bounded.max(MIN_BATCH_TOKENS)).min(self.longest_context())
     }
 

@@ -167,7 +167,7 @@ fn model(set: &Path, quantization: Option<Value>, form: Form) -> TempDir {
 
 #[test]
 fn packed_matrices_of_every_family_compute_what_they_stand_for() {
-    for set in ["tiny-llama", "tiny-mistral-window", "tiny-qwen2", "tiny-qwen3-tied"] {
+    for set in ["tiny-gemma4-31b", "tiny-llama", "tiny-mistral-window", "tiny-qwen2", "tiny-qwen3-tied"] {
         let set = data("families").join(set);
         let tokens: Vec<u32> = (0..40).map(|i| (i * 37 + 5) % 200).collect();
         let logits = |folder: &Path| all_logits(&mut load(folder, &LoadOptions::default()), &tokens);

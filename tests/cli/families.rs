@@ -134,3 +134,52 @@ fn inspect_names_the_architecture_of_a_checkpoint() {
         assert_eq!(json["architecture"], architecture);
     }
 }
+
+/// A tiny Gemma 4 with its tokenizer and these fields in `generation_config.json`.
+fn gemma4(generation: &Value) -> TempDir {
+    let to = copy_of(&data("families/tiny-gemma4-31b"));
+    for file in ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"] {
+        std::fs::copy(data("families/gemma4-tokenizer").join(file), to.path().join(file)).expect("copied");
+    }
+    std::fs::write(to.path().join("generation_config.json"), generation.to_string()).expect("written");
+    to
+}
+
+#[test]
+fn a_gemma_4_answers_and_draws_no_suppressed_token() {
+    let ask = |suppressed: &[u64], bias: Value| -> Vec<u64> {
+        let folder = gemma4(&json!({"eos_token_id": [1, 106, 50], "suppress_tokens": suppressed}));
+        let server = Daemon::start_model(folder.path(), &[], |_| {});
+        let body = json!({
+            "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 8, "temperature": 0,
+            "ignore_eos": true, "return_token_ids": true, "logit_bias": bias,
+        });
+        let (status, answer) = server.exchange("POST", "/v1/chat/completions", &[], &body.to_string());
+        assert_eq!(status, 200, "{answer}");
+        let answer: Value = serde_json::from_str(&answer).expect("JSON");
+        let prompt = &answer["prompt_token_ids"];
+        // The template ends the prompt with an empty thought.
+        assert_eq!(prompt.as_array().and_then(|ids| ids.last()), Some(&json!(101)), "{answer}");
+        let ids = answer["choices"][0]["token_ids"].as_array().expect("ids");
+        ids.iter().map(|id| id.as_u64().expect("an id")).collect()
+    };
+    let free = ask(&[], json!({}));
+    let wanted = free[0];
+    let kept = ask(&[wanted], json!({}));
+    assert!(!kept.contains(&wanted) && kept.len() == 8, "{free:?} {kept:?}");
+    // A client's bias does not bring it back.
+    assert_eq!(ask(&[wanted], json!({wanted.to_string(): 100})), kept);
+}
+
+#[test]
+fn inspect_lists_the_heads_of_layers_that_differ() {
+    let folder = gemma4(&json!({}));
+    let model = folder.path().to_str().expect("UTF-8");
+    let text = printed(unicorn(&["inspect", model]));
+    assert!(text.contains("8 heads and 4 KV heads of 16 or 8 heads and 2 KV heads of 32"), "{text}");
+    let heads = &printed_json(unicorn(&["inspect", "--json", model]))["heads"];
+    assert_eq!(
+        heads[1],
+        json!({"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 32, "layers": 2})
+    );
+}

@@ -70,8 +70,9 @@ const ARCHITECTURES: [&str; 3] = ["gemma", "mistral", "qwen"];
 
 /// Where the product may name an architecture: its folders, the registry, and the splitting of texts, which files name
 /// after models.
-const ARCHITECTURE_PLACES: [&str; 8] = [
+const ARCHITECTURE_PLACES: [&str; 9] = [
     "src/model/gemma3/",
+    "src/model/gemma4/",
     "src/model/llama/",
     "src/model/qwen2/",
     "src/model/qwen3/",

@@ -551,7 +551,7 @@ impl Attended {
 #[test]
 fn attention_in_emulated_tiles_matches_its_twin_and_keeps_its_bits() {
     let emulated = |tile| AttentionTile::emulated(tile).expect("the kernel can use it");
-    let tiles = [[16, 16, 16], [16, 16, 16], [16, 8, 32], [8, 8, 8]].map(emulated);
+    let tiles = [[16, 16, 16], [16, 16, 16], [16, 16, 16], [16, 8, 32], [8, 8, 8]].map(emulated);
     check_attention_in(&mut Bench::new(34), &tiles);
 }
 
@@ -559,7 +559,7 @@ fn attention_in_emulated_tiles_matches_its_twin_and_keeps_its_bits() {
 #[test]
 fn attention_by_tiles_that_subgroups_multiply_matches_its_twin() {
     let Some((device, tile)) = device_with(AttentionTile::of) else { return skip("cooperative-matrices") };
-    check_attention_in(&mut Bench::on(&device, 34), &[tile; 2]);
+    check_attention_in(&mut Bench::on(&device, 34), &[tile; 3]);
 }
 
 /// Checks a case for each of the tiles.
@@ -567,6 +567,7 @@ fn check_attention_in(b: &mut Bench, tiles: &[AttentionTile]) {
     let cases = [
         (shape(4, 2, 128, 16, Some(70)), KvDtype::F16, &[(130, 20), (65, 1)][..]),
         (shape(5, 1, 48, 5, None), KvDtype::Int8, &[(101, 9), (90, 1)]),
+        (shape(8, 1, 512, 16, None), KvDtype::F16, &[(70, 3), (65, 1)]),
         (shape(16, 1, 80, 16, Some(40)), KvDtype::F16, &[(70, 5), (64, 1)]),
         (shape(4, 1, 256, 32, None), KvDtype::Int8, &[(140, 9), (70, 1)]),
     ];

@@ -1,4 +1,4 @@
-//! The dense families against the oracle: Llama, Mistral, Qwen 2, Qwen 3 (`tests/data/families/README.md`).
+//! The families against the oracle: Gemma 4, Llama, Mistral, Qwen 2, Qwen 3 (`tests/data/families/README.md`).
 //!
 //! The weakest likely mistake changes a logit by 3e-3 (another epsilon); the bound is 1e-3.
 
@@ -317,6 +317,41 @@ fn configs_that_cannot_be_computed_are_refused_by_name() {
             json!({"rope_type": "yarn", "factor": 4.0, "mscale": 1.0}),
             "rope_scaling.mscale is 1.0; expected null: it is not computed",
         ),
+        ("tiny-gemma4-31b", "enable_moe_block", json!(true), "enable_moe_block is true; mixtures of experts"),
+        ("tiny-gemma4-31b", "hidden_size_per_layer_input", json!(16), "is 16; per-layer embeddings cannot"),
+        (
+            "tiny-gemma4-31b",
+            "hidden_size_per_layer_input",
+            json!(null),
+            "is 256; per-layer embeddings cannot",
+        ),
+        (
+            "tiny-gemma4-31b",
+            "num_kv_shared_layers",
+            json!(2),
+            "is 2; layers that share keys and values cannot",
+        ),
+        ("tiny-gemma4-31b", "use_double_wide_mlp", json!(true), "is true; layers of different widths cannot"),
+        (
+            "tiny-gemma4-31b",
+            "use_bidirectional_attention",
+            json!("all"),
+            "is \"all\"; expected \"vision\" or null",
+        ),
+        ("tiny-gemma4-31b", "tie_word_embeddings", json!(false), "tie_word_embeddings is false; only"),
+        (
+            "tiny-gemma4-31b",
+            "per_layer_config",
+            json!({"1": {"head_dim": 260}}),
+            "per_layer_config.1.head_dim is 260; expected a multiple of 8 from 16 to 512",
+        ),
+        (
+            "tiny-gemma4-31b",
+            "per_layer_config",
+            json!({"6": {"num_key_value_heads": 3}}),
+            "num_attention_heads is 8; expected a multiple of num_key_value_heads (3)",
+        ),
+        ("tiny-gemma4-31b", "suppress_tokens", json!([512]), "suppress_tokens is 512; expected an id below"),
         (
             "tiny-qwen2",
             "model_type",
@@ -358,6 +393,31 @@ fn tensors_that_do_not_match_the_config_are_refused_by_name() {
         let error = Source::open(&files).unwrap().weights().expect_err(field).to_string();
         assert!(error.contains(expected) && error.lines().count() == 1, "{set} {field}: {error}");
     }
+}
+
+/// `global_head_dim` and its relative, as published, and the `per_layer_config` that transformers writes.
+#[test]
+fn both_ways_to_give_layers_other_heads_mean_the_same() {
+    let written = config("tiny-gemma4-31b", "config.json");
+    let mut published = written.clone();
+    let fields = published.as_object_mut().unwrap();
+    fields.remove("per_layer_config");
+    fields.insert("global_head_dim".into(), json!(32));
+    fields.insert("num_global_key_value_heads".into(), json!(2));
+    let [written, published] = [written, published].map(|config| arch::read(&config, "config.json").unwrap());
+    assert_eq!((&written.layers, &written.tensors), (&published.layers, &published.tensors));
+
+    // What the published 31B stores for a layer with a window and for one without.
+    let spec = arch::shape("gemma-4-31b").unwrap().spec();
+    let shape = |name: &str| spec.tensors.iter().find(|tensor| tensor.name == name).map(|t| t.shape.clone());
+    assert_eq!(shape("layers.10.self_attn.q_proj"), Some(vec![8192, 5376]));
+    assert_eq!(shape("layers.10.self_attn.k_proj"), Some(vec![4096, 5376]));
+    assert_eq!(shape("layers.10.self_attn.v_proj"), Some(vec![4096, 5376]));
+    assert_eq!(shape("layers.11.self_attn.q_proj"), Some(vec![16_384, 5376]));
+    assert_eq!(shape("layers.11.self_attn.k_proj"), Some(vec![2048, 5376]));
+    assert_eq!(shape("layers.11.self_attn.v_proj"), None);
+    assert_eq!(shape("layers.11.self_attn.k_norm"), Some(vec![512]));
+    assert_eq!(shape("layers.11.layer_scalar"), Some(vec![1]));
 }
 
 /// A published count includes every weight and norm once.

@@ -68,6 +68,12 @@ pub fn smollm2() -> Option<PathBuf> {
     path.exists().then_some(path)
 }
 
+/// The vocabulary of the real Gemma 4, a GGUF file without weights, if it is available.
+pub fn gemma4_vocabulary() -> Option<PathBuf> {
+    let path = root().join(".cache/gemma4-vocabulary/ggml-vocab-gemma-4.gguf");
+    path.exists().then_some(path)
+}
+
 /// The built-in chat template with Gemma's special tokens.
 pub fn gemma_template() -> ChatTemplate {
     ChatTemplate::from_checkpoint(ChatFiles::default(), &tokenizer()).expect("the built-in template compiles")

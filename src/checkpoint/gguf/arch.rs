@@ -30,6 +30,9 @@ pub struct GgufTokens {
     pub bos: Option<u64>,
     pub eos: u64,
     pub pad: u64,
+    /// The value of `tokenizer.ggml.model` that only files of this architecture have. Such a tokenizer has the pieces and
+    /// merges of texts.
+    pub own_model: Option<&'static str>,
     /// Whether the first word of a text gets a space, as in SentencePiece.
     pub add_space_prefix: bool,
     /// The texts of all tokens that end an answer.

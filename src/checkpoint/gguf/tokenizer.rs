@@ -4,7 +4,8 @@
 //! scores instead of merges: of all neighbouring pieces whose concatenation is a piece, the pair with the highest score
 //! is joined first, and of equal scores the leftmost pair. The converter writes `gpt2` if there is no
 //! `tokenizer.model`: the pieces and merges of `tokenizer.json`. Their characters are those of texts, or stand for bytes as
-//! in GPT-2 ([`super::byte_level`]). It writes `gemma4` for Gemma 4, whose pieces and merges are those of texts.
+//! in GPT-2 ([`super::byte_level`]). An architecture may have another name for
+//! a tokenizer with the pieces and merges of texts.
 //!
 //! # Merges from scores
 //!
@@ -82,10 +83,11 @@ pub(super) fn tokenizer_json(
     metadata: &Metadata,
 ) -> Result<Option<Vec<u8>>, HeaderError> {
     let model = match metadata.text(MODEL)? {
-        Some(model @ ("llama" | "gpt2" | "gemma4")) => model,
+        Some(model @ ("llama" | "gpt2")) => model,
+        Some(model) if tokens.own_model == Some(model) => model,
         Some(other) => {
-            let problem =
-                format!("{:?} is not supported; expected \"llama\", \"gpt2\" or \"gemma4\"", short(other));
+            let own = tokens.own_model.map(|own| format!(" or {own:?}")).unwrap_or_default();
+            let problem = format!("{:?} is not supported; expected \"llama\" or \"gpt2\"{own}", short(other));
             return Err(HeaderError::key(MODEL, problem));
         }
         None => return Ok(None),

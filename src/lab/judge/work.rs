@@ -12,7 +12,7 @@ use crate::kernels::shaders::{
     AttentionMergePush, AttentionPush, EmbedPush, FastMatmulPush, GluPush, HistoryPush, MatmulPush,
     QkvStorePush, RmsNormPush, SamplePush, SoftcapPush,
 };
-use crate::kernels::{AttentionBy, AttentionTile, Item, LayerKind, TILE_ROWS, Tiles, Wants};
+use crate::kernels::{AttentionBy, AttentionTile, Item, LayerKind, Tiles, Wants};
 use crate::lab::cost::{self, Dispatch, Drawn, Heads};
 use crate::model::load::{LoadError, LoadOptions, Source};
 use crate::model::memory::MAX_SEQUENCES;
@@ -253,7 +253,8 @@ impl PaperModel {
                 let items = note.array::<Item>("items", x);
                 let is_of_tiles = match note.constants[..] {
                     [_, _, _] => name.starts_with("attention_tile"),
-                    [_, _, rows, ..] => rows as usize == TILE_ROWS,
+                    // The tiles of large heads have as many rows as the items of single tokens.
+                    [_, _, _, ..] => items.iter().any(|item| item.tokens > 1),
                     _ => unreachable!("attention has constants"),
                 };
                 let what = match (is_of_tiles, note.label) {

@@ -22,6 +22,7 @@ pub(super) static GGUF: GgufArch = GgufArch {
         bos: Some(2),
         eos: 1,
         pad: 0,
+        own_model: None,
         add_space_prefix: false,
         end: &["<eos>", "<end_of_turn>"],
         // Google's QAT files list some of them as normal pieces.

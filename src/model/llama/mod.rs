@@ -33,6 +33,7 @@ static GGUF: GgufArch = GgufArch {
         bos: Some(1),
         eos: 2,
         pad: 0,
+        own_model: None,
         add_space_prefix: true,
         end: &["</s>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|im_end|>", "<|endoftext|>"],
         control: &["<s>", "</s>", "<unk>"],

@@ -36,6 +36,7 @@ pub(super) const TOKENS: GgufTokens = GgufTokens {
     bos: None,
     eos: 151_645,
     pad: 151_643,
+    own_model: None,
     add_space_prefix: false,
     end: &["<|im_end|>", "<|endoftext|>"],
     control: &[],
