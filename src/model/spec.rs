@@ -6,7 +6,7 @@ use serde_json::Value;
 use super::config::{ConfigError, Level, MAX_HEAD_DIM, MAX_HEADS, MAX_INTERMEDIATE};
 use super::rope::RopeSpec;
 use super::runner::KvPool;
-use super::tensors::{Layer, ModelTensors, TensorSpec};
+use super::tensors::{Layer, LayerSizes, ModelTensors, TensorSpec};
 use crate::checkpoint::gguf::GgufArch;
 use crate::kernels::{HiddenAct, LayerKind};
 
@@ -173,6 +173,16 @@ pub struct KvGroup {
 }
 
 impl LayerSpec {
+    /// The sizes of the layer's tensors.
+    pub(super) fn sizes(&self) -> LayerSizes {
+        LayerSizes {
+            q_width: self.heads.q_width(),
+            kv_width: self.heads.kv_width(),
+            head_dim: self.heads.head_dim,
+            has_v_proj: !self.has_values_of_keys,
+        }
+    }
+
     fn kv_group(&self) -> KvGroup {
         KvGroup { window: self.window, heads: self.heads }
     }

@@ -5,7 +5,6 @@
 
 use std::ops::Index;
 
-use super::spec::LayerSpec;
 use crate::gpu::placement::Class;
 
 /// A tensor that a model needs.
@@ -291,7 +290,18 @@ impl Layer<Names> {
     }
 }
 
-/// The sizes of a model, apart from the heads of its layers.
+/// The sizes of one layer's attention.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct LayerSizes {
+    /// Elements of a token's queries and of its keys, and of one head.
+    pub q_width: usize,
+    pub kv_width: usize,
+    pub head_dim: usize,
+    /// Whether the layer has a matrix for values.
+    pub has_v_proj: bool,
+}
+
+/// The sizes of a model, apart from the attention of its layers.
 pub(super) struct Sizes {
     pub vocab_size: usize,
     pub hidden_size: usize,
@@ -300,9 +310,12 @@ pub(super) struct Sizes {
 }
 
 impl ModelTensors<TensorSpec> {
-    /// The tensors of a model with these layers, whose tensors have these names. Layers whose values are computed by
-    /// `k_proj` have no `v_proj`.
-    pub(super) fn of(names: &Layer<Names>, sizes: &Sizes, layers: &[LayerSpec]) -> ModelTensors<TensorSpec> {
+    /// The tensors of a model with these layers, whose tensors have these names.
+    pub(super) fn of(
+        names: &Layer<Names>,
+        sizes: &Sizes,
+        layers: impl Iterator<Item = LayerSizes>,
+    ) -> ModelTensors<TensorSpec> {
         let of = |name: &str, shape, shape_in_config, role, class| TensorSpec {
             name: name.to_owned(),
             shape,
@@ -315,24 +328,24 @@ impl ModelTensors<TensorSpec> {
             let shape = vec![sizes.vocab_size, sizes.hidden_size];
             of(name, shape, "vocab_size, hidden_size", role, Class::Embedding)
         };
-        let layers = layers.iter().enumerate();
+        let layers = layers.enumerate();
         ModelTensors {
             embed_tokens: vocabulary("embed_tokens", Role::Embedding),
             norm: of("norm", vec![sizes.hidden_size], "hidden_size", Role::Norm, Class::Norms),
             lm_head: (!sizes.tie_word_embeddings).then(|| vocabulary("lm_head", Role::Head)),
-            layers: layers.map(|(layer, spec)| Layer::of(names, sizes, layer, spec)).collect(),
+            layers: layers.map(|(layer, own)| Layer::of(names, sizes, layer, own)).collect(),
         }
     }
 }
 
 impl Layer<TensorSpec> {
-    fn of(names: &Layer<Names>, sizes: &Sizes, layer: usize, spec: &LayerSpec) -> Layer<TensorSpec> {
+    fn of(names: &Layer<Names>, sizes: &Sizes, layer: usize, own: LayerSizes) -> Layer<TensorSpec> {
         use InputGroup::{Down, GateUp, Output, Qkv};
         const Q_ROWS: &str = "num_attention_heads * head_dim, hidden_size";
         const KV_ROWS: &str = "num_key_value_heads * head_dim, hidden_size";
         const FFN_ROWS: &str = "intermediate_size, hidden_size";
         let &Sizes { hidden_size: hidden, intermediate_size: ffn, .. } = sizes;
-        let (q, kv, head_dim) = (spec.heads.q_width(), spec.heads.kv_width(), spec.heads.head_dim);
+        let LayerSizes { q_width: q, kv_width: kv, head_dim, has_v_proj } = own;
         let matrix = |rows, cols, shape_in_config, input, class| {
             (vec![rows, cols], shape_in_config, Role::Projection(input), class)
         };
@@ -340,7 +353,7 @@ impl Layer<TensorSpec> {
         let norm = |n, shape_in_config| vector(n, shape_in_config, Role::Norm);
         let bias = |n, shape_in_config| vector(n, shape_in_config, Role::Bias);
         let mut names = names.as_ref();
-        if spec.has_values_of_keys {
+        if !has_v_proj {
             names.projections.v_proj = None;
         }
         let Layer { projections, norms: has, biases, scalars } = &names;

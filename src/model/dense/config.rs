@@ -104,7 +104,7 @@ pub(in crate::model) fn read(
         final_logit_softcap: None,
         max_position_embeddings: context,
         ropes: vec![RopeSpec { name: "all layers", theta, scaling }],
-        tensors: ModelTensors::of(names, &sizes, &layers),
+        tensors: ModelTensors::of(names, &sizes, layers.iter().map(LayerSpec::sizes)),
         layers,
         suppress_tokens: Vec::new(),
         eos_token_ids: eos,

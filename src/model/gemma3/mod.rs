@@ -83,7 +83,7 @@ impl Config {
             embed_scale: (self.hidden_size as f64).sqrt() as f32,
             final_logit_softcap: None,
             max_position_embeddings: self.max_position_embeddings,
-            tensors: ModelTensors::of(&NAMES, &sizes, &layers),
+            tensors: ModelTensors::of(&NAMES, &sizes, layers.iter().map(LayerSpec::sizes)),
             layers,
             ropes: vec![
                 rope("sliding layers", self.rope_local_base_freq, 1.0),

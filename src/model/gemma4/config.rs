@@ -10,7 +10,7 @@
 
 use serde_json::Value;
 
-use super::{ARCH, tensors};
+use super::tensors;
 use crate::checkpoint::short;
 use crate::kernels::HiddenAct;
 use crate::model::config::{
@@ -18,7 +18,7 @@ use crate::model::config::{
     MAX_POSITIONS, MAX_VOCAB, TokenIds,
 };
 use crate::model::rope::{self, RopeScaling, RopeSpec, THETAS};
-use crate::model::spec::{AttentionHeads, LayerSpec, ModelSpec, NormWeight};
+use crate::model::spec::{Arch, AttentionHeads, LayerSpec, ModelSpec, NormWeight};
 use crate::model::tensors::{ModelTensors, Sizes};
 
 const WRAPPED: [&str; 2] = ["gemma4", "gemma4_unified"];
@@ -31,8 +31,8 @@ const PERIOD: usize = 6;
 const SLIDING: usize = 0;
 const FULL: usize = 1;
 
-/// Reads a `config.json`, which messages call `file_name`.
-pub(super) fn read(config: &Value, file_name: &str) -> Result<ModelSpec, ConfigError> {
+/// Reads a `config.json` of `arch`, which messages call `file_name`.
+pub(super) fn read(arch: &'static Arch, config: &Value, file_name: &str) -> Result<ModelSpec, ConfigError> {
     let root = Level::root(config, file_name)?;
     let text = root.language_model(&WRAPPED, &TEXT)?;
     let model_type = text.text("model_type")?.or(root.text("model_type")?);
@@ -78,7 +78,7 @@ pub(super) fn read(config: &Value, file_name: &str) -> Result<ModelSpec, ConfigE
         None => None,
     };
     Ok(ModelSpec {
-        arch: &ARCH,
+        arch,
         vocab_size,
         hidden_size: sizes.hidden_size,
         intermediate_size: sizes.intermediate_size,
@@ -90,7 +90,7 @@ pub(super) fn read(config: &Value, file_name: &str) -> Result<ModelSpec, ConfigE
         embed_scale: (sizes.hidden_size as f64).sqrt() as f32,
         final_logit_softcap,
         max_position_embeddings: context,
-        tensors: ModelTensors::of(&tensors::NAMES, &sizes, &layers),
+        tensors: ModelTensors::of(&tensors::NAMES, &sizes, layers.iter().map(LayerSpec::sizes)),
         layers,
         ropes,
         eos_token_ids: eos,

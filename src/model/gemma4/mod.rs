@@ -7,16 +7,24 @@ mod gguf;
 mod shapes;
 mod tensors;
 
-use super::spec::{Arch, Shape};
+use serde_json::Value;
+
+use super::config::ConfigError;
+use super::spec::{Arch, ModelSpec, Shape};
 
 pub(super) static ARCH: Arch = Arch {
     name: "Gemma 4",
     model_types: &["gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text"],
-    read: config::read,
+    read,
     gguf: &gguf::GGUF,
     measured: "gemma-4-12b,gemma-4-31b",
     hub_example: "google/gemma-4-12b-it",
     shapes: &SHAPES,
 };
 
-static SHAPES: [Shape; 2] = shapes::published(config::read);
+static SHAPES: [Shape; 2] = shapes::published(read);
+
+/// Reads a `config.json`, which messages call `file_name`.
+fn read(config: &Value, file_name: &str) -> Result<ModelSpec, ConfigError> {
+    config::read(&ARCH, config, file_name)
+}
