@@ -1237,6 +1237,84 @@ fn metadata_of_other_converters_is_accepted() {
     assert_eq!(Weights::collect(&checkpoint, &config).unwrap().skipped_vision, 2);
 }
 
+/// A Gemma 4 of two layers, the second without a window, in the keys of llama.cpp's converter.
+fn gemma4(changes: &[Change]) -> ModelFiles {
+    let mut file = Writer::new();
+    set_vocabulary(&mut file, &["a", "b"]);
+    file.set("general.architecture", "gemma4")
+        .set("gemma4.block_count", 2u32)
+        .set("gemma4.context_length", 4096u32)
+        .set("gemma4.embedding_length", 64u32)
+        .set("gemma4.embedding_length_per_layer_input", 0u32)
+        .set("gemma4.feed_forward_length", 96u32)
+        .set("gemma4.attention.head_count", 4u32)
+        .set("gemma4.attention.head_count_kv", vec![2, 1])
+        .set("gemma4.attention.key_length", 32u32)
+        .set("gemma4.attention.value_length", 32u32)
+        .set("gemma4.attention.key_length_swa", 16u32)
+        .set("gemma4.attention.value_length_swa", 16u32)
+        .set("gemma4.attention.layer_norm_rms_epsilon", 1e-6f32)
+        .set("gemma4.attention.shared_kv_layers", 0u32)
+        .set("gemma4.attention.sliding_window", 8u32)
+        .set("gemma4.attention.sliding_window_pattern", vec![true, false])
+        .set("gemma4.final_logit_softcapping", 30f32)
+        .set("gemma4.rope.dimension_count", 32u32)
+        .set("gemma4.rope.dimension_count_swa", 16u32)
+        .set("gemma4.rope.freq_base", 1e6f32)
+        .set("gemma4.rope.freq_base_swa", 1e4f32)
+        .set("tokenizer.ggml.suppress_tokens", vec![7, 9]);
+    let turning = [[1f32; 4], [1e30; 4], [1e30; 4], [1e30; 4]].concat();
+    file.tensor("rope_freqs.weight", &[16], 0, turning.iter().flat_map(|v| v.to_le_bytes()).collect());
+    file.tensor("token_embd.weight", &[64, OWN_TOKENS + 2], 0, vec![0; 4 * 64 * (OWN_TOKENS as usize + 2)]);
+    file.changed(changes).files()
+}
+
+#[test]
+fn metadata_of_a_gemma_4_describes_both_kinds_of_layers() {
+    let (spec, _) = arch::load(&gemma4(&[])).unwrap();
+    let [sliding, full] = spec.layers[..] else { panic!("two layers") };
+    assert_eq!((sliding.window, sliding.heads.num_key_value_heads, sliding.heads.head_dim), (Some(8), 2, 16));
+    assert_eq!((full.window, full.heads.num_key_value_heads, full.heads.head_dim), (None, 1, 32));
+    assert_eq!(
+        [sliding, full].map(|layer| layer.has_values_of_keys),
+        [false, true],
+        "the file has no attn_v"
+    );
+    assert_eq!((&spec.suppress_tokens[..], spec.final_logit_softcap), (&[7, 9][..], Some(30.0)));
+    let turning = spec.ropes[full.rope].frequencies(32).into_iter().filter(|frequency| *frequency > 1e-20);
+    assert_eq!(turning.count(), 4);
+
+    for (key, value, expected) in [
+        ("gemma4.expert_count", some(8u32), "is 8; mixtures of experts cannot be computed"),
+        (
+            "gemma4.embedding_length_per_layer_input",
+            some(256u32),
+            "is 256; per-layer embeddings cannot be computed",
+        ),
+        (
+            "gemma4.attention.shared_kv_layers",
+            some(1u32),
+            "is 1; layers that share keys and values cannot be computed",
+        ),
+        (
+            "gemma4.attention.sliding_window_pattern",
+            None,
+            "is missing; expected a list with true for each sliding layer",
+        ),
+        ("gemma4.attention.head_count_kv", None, "is missing; expected a number"),
+        ("gemma4.attention.head_count_kv", some(vec![2]), "has 1 elements; expected one per layer (2)"),
+        ("gemma4.attention.head_count_kv", some(vec![2, -1]), "contains -1; expected whole numbers"),
+        ("gemma4.attention.value_length_swa", some(32u32), "is 32; expected the length of the keys (16)"),
+        ("tokenizer.ggml.suppress_tokens", some(vec![-3]), "holds -3; expected token ids"),
+    ] {
+        let error = arch::load(&gemma4(&[(key, value)])).expect_err(key).to_string();
+        assert_eq!(error, format!("m (in memory)/m.gguf: key {key}: {expected}"));
+    }
+    let pattern = ("gemma4.attention.sliding_window_pattern", some(vec![false, false]));
+    let error = arch::load(&gemma4(&[pattern])).expect_err("two numbers").to_string();
+    assert!(error.contains("head_count_kv: has 2 and 1 for layers of one type"), "{error}");
+}
+
 #[test]
 fn metadata_of_an_unsupported_model_is_refused_with_its_key() {
     const PATTERN: &str = "gemma3.attention.sliding_window_pattern";
