@@ -8,6 +8,11 @@ use crate::tensor::KvDtype;
 /// The largest head dimension: 64 lanes of the attention kernel hold two vec4s of a head each. Head dimensions are
 /// multiples of 4, and above 256 of 8.
 pub const MAX_HEAD_DIM: usize = 512;
+/// What head dimensions of about this size are multiples of: above 256, a lane of the attention kernel holds eight
+/// dimensions.
+pub const fn head_dim_multiple(head_dim: usize) -> usize {
+    if head_dim > 256 { 8 } else { 4 }
+}
 /// The most query heads per KV head: their queries and scores must fit into 32 KiB of shared memory.
 pub const MAX_GROUP: usize = 16;
 /// The most matrices that one dispatch multiplies with the same activations.

@@ -17,7 +17,7 @@ pub mod shaders;
 
 pub use arrays::{
     Activations, Attention, AttentionShape, Heads, HiddenAct, KvCache, LAST_SAMPLED, LayerKind, MAX_GROUP,
-    MAX_HEAD_DIM, Partials, RmsNorm, ShareArrays, StepArrays,
+    MAX_HEAD_DIM, Partials, RmsNorm, ShareArrays, StepArrays, head_dim_multiple,
 };
 pub use attention::{Item, PartItems, Room, Run, Shares, Splits, partial_width};
 pub use attention_kernels::{AttentionBy, AttentionTile};
@@ -593,7 +593,7 @@ fn attention_kernels(
     for Heads { group, head_dim, kv: other } in heads {
         let is_supported = *group <= MAX_GROUP
             && *head_dim <= MAX_HEAD_DIM
-            && head_dim.is_multiple_of(if *head_dim > 256 { 8 } else { 4 })
+            && head_dim.is_multiple_of(head_dim_multiple(*head_dim))
             && *other == kv;
         assert!(is_supported, "attention: heads {heads:?}");
     }

@@ -122,6 +122,19 @@ pub enum LayerType {
 }
 
 impl LayerType {
+    /// The type of a layer with a window, or of one without.
+    pub(super) fn of(has_window: bool) -> LayerType {
+        if has_window { LayerType::SlidingAttention } else { LayerType::FullAttention }
+    }
+
+    /// The name in `layer_types`.
+    pub(super) fn name(self) -> &'static str {
+        match self {
+            LayerType::SlidingAttention => "sliding_attention",
+            LayerType::FullAttention => "full_attention",
+        }
+    }
+
     /// The list `layer_types`, with an entry for each layer; `None` if it is absent.
     pub(super) fn read_all(text: &Level, layers: usize) -> Result<Option<Vec<LayerType>>, ConfigError> {
         let Some(value) = text.get("layer_types") else { return Ok(None) };
@@ -130,13 +143,13 @@ impl LayerType {
             let problem = format!("has {} entries; expected num_hidden_layers ({layers})", types.len());
             return Err(text.error("layer_types", problem));
         }
-        let read = |(i, value): (usize, &Value)| match value.as_str() {
-            Some("sliding_attention") => Ok(LayerType::SlidingAttention),
-            Some("full_attention") => Ok(LayerType::FullAttention),
-            _ => Err(text.error(
-                &format!("layer_types[{i}]"),
-                format!("is {}; expected \"sliding_attention\" or \"full_attention\"", show(value)),
-            )),
+        let kinds = [LayerType::SlidingAttention, LayerType::FullAttention];
+        let read = |(i, value): (usize, &Value)| {
+            kinds.into_iter().find(|kind| value.as_str() == Some(kind.name())).ok_or_else(|| {
+                let [sliding, full] = kinds.map(LayerType::name);
+                let problem = format!("is {}; expected {sliding:?} or {full:?}", show(value));
+                text.error(&format!("layer_types[{i}]"), problem)
+            })
         };
         types.iter().enumerate().map(read).collect::<Result<_, _>>().map(Some)
     }
@@ -213,6 +226,39 @@ impl<'a> Level<'a> {
         match self.object.get(name) {
             Some(value) => Ok(self.whole(name, value, range)? as usize),
             None => Ok(default),
+        }
+    }
+
+    /// Like [`Level::size`], where null counts as absent.
+    pub fn optional_size(
+        &self,
+        name: &str,
+        default: usize,
+        range: RangeInclusive<u64>,
+    ) -> Result<usize, ConfigError> {
+        match self.get(name) {
+            Some(value) => Ok(self.whole(name, value, range)? as usize),
+            None => Ok(default),
+        }
+    }
+
+    /// Refuses a flag with another value than `wanted`.
+    pub fn check_flag(&self, name: &str, wanted: bool) -> Result<(), ConfigError> {
+        match self.flag(name)? {
+            Some(flag) if flag != wanted => {
+                Err(self.error(name, format!("is {flag}; only checkpoints with {wanted} can be computed")))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Refuses another text than `wanted`.
+    pub fn check_text(&self, name: &str, wanted: &str) -> Result<(), ConfigError> {
+        match self.text(name)? {
+            Some(text) if text != wanted => {
+                Err(self.error(name, format!("{:?} is not supported; expected {wanted:?}", short(text))))
+            }
+            _ => Ok(()),
         }
     }
 

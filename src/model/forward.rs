@@ -145,21 +145,16 @@ impl ModelRunner {
         self.record_projections(recorder, index, step, rows.clone());
         let attention = &self.layers[index].attention;
         // The items of attention count rows from the step's first token, so the queries are not cut to `rows`.
-        let Scratch { q: all_queries, partials, .. } = &self.scratch_of(index);
+        let Scratch { q: all_queries, partials, .. } = &self.layers[index].scratch;
         let attended = self.attended(index, &rows);
         recorder.label(if attention.shape.window.is_some() { "sliding" } else { "full" });
         self.kernels.attention(recorder, attention, (all_queries, partials), step, &attended, rows.len());
         self.record_rest(recorder, index, rows);
     }
 
-    /// The activations in the widths of a layer.
-    pub(crate) fn scratch_of(&self, index: usize) -> Scratch {
-        self.scratch.with_heads(&self.config.layers[index].heads)
-    }
-
     /// The result of a layer's attention for some rows, in the form that the output projection takes.
     pub(crate) fn attended(&self, index: usize, rows: &Range<usize>) -> Operand {
-        let Scratch { attended, attended_blocks, .. } = &self.scratch_of(index);
+        let Scratch { attended, attended_blocks, .. } = &self.layers[index].scratch;
         Operand::new(self.layers[index].wants.output, &attended.rows(rows), attended_blocks)
     }
 
@@ -187,8 +182,7 @@ impl ModelRunner {
     ) {
         let layer = &self.layers[index];
         let (kernels, tokens) = (&self.kernels, rows.len());
-        let Scratch { hidden, normed, delta, q, k, v, normed_blocks, .. } =
-            &self.scratch_of(index).rows(&rows);
+        let Scratch { hidden, normed, delta, q, k, v, normed_blocks, .. } = &layer.scratch.rows(&rows);
         let normed_in = Operand::new(layer.wants.qkv, normed, normed_blocks);
         let first_norm = &layer.norms.input_layernorm;
         recorder.label("input norm");
@@ -213,7 +207,7 @@ impl ModelRunner {
     pub(crate) fn record_rest(&self, recorder: &mut Recorder<'_>, index: usize, rows: Range<usize>) {
         let layer = &self.layers[index];
         let (kernels, tokens) = (&self.kernels, rows.len());
-        let scratch = self.scratch_of(index).rows(&rows);
+        let scratch = layer.scratch.rows(&rows);
         let Scratch { hidden, normed, delta, attended, gate, up, .. } = &scratch;
         let Projections { o_proj, gate_proj, up_proj, down_proj, .. } = &layer.projections;
         let normed_in = Operand::new(layer.wants.gate_up, normed, &scratch.normed_blocks);

@@ -20,6 +20,8 @@ pub(crate) struct DeviceLayer {
     pub(super) norms: Norms<RmsNorm>,
     /// The factor of the residual stream after the layer.
     pub(super) scale: f32,
+    /// The model's activations in the widths of the layer's heads.
+    pub(super) scratch: Scratch,
     /// The form in which each group of matrices takes its input.
     pub(super) wants: Inputs<Wants>,
     /// For calibration: sums of the squares of each group's input, an f32 for each column.

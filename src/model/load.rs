@@ -19,7 +19,7 @@ use super::offload::{OffloadBuffers, OffloadError, OffloadLimits};
 use super::rates::Rates;
 use super::rope::RopeSpec;
 use super::self_test::{self, SelfTest, Traits};
-use super::spec::{LayerSpec, ModelSpec, NormWeight};
+use super::spec::{LayerSpec, ModelSpec, NormWeight, each_once};
 use super::step::Frame;
 use super::tensors::{Biases, Inputs, Layer, Projections, TensorSpec};
 use super::weights::{Weights, WeightsError};
@@ -533,7 +533,8 @@ impl<'a> Load<'a> {
             };
             let wants = input_forms(&kernels, &projections);
             let scale = scalars.layer_scalar.unwrap_or(1.0);
-            layers.push(DeviceLayer { pool, attention, projections, norms, scale, wants, moments });
+            let scratch = scratch.with_heads(&spec.heads);
+            layers.push(DeviceLayer { pool, attention, projections, norms, scale, scratch, wants, moments });
         }
 
         let frames = (0..MAX_IN_FLIGHT)
@@ -702,16 +703,6 @@ fn input_forms(kernels: &Kernels, projections: &Projections<Matrix>) -> Inputs<W
         gate_up: kernels.wants([gate_proj, up_proj]),
         down: kernels.wants([down_proj]),
     }
-}
-
-fn each_once<T: PartialEq>(all: impl Iterator<Item = T>) -> Vec<T> {
-    let mut once = Vec::new();
-    for one in all {
-        if !once.contains(&one) {
-            once.push(one);
-        }
-    }
-    once
 }
 
 /// The matrices that kernels must be able to multiply by.

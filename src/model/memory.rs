@@ -11,7 +11,7 @@ use std::fmt;
 use super::offload::OffloadLimits;
 use super::rope::RopeSpec;
 use super::self_test;
-use super::spec::{AttentionHeads, LayerSpec, ModelSpec};
+use super::spec::{AttentionHeads, LayerSpec, ModelSpec, each_once};
 use super::tensors::{Layer, ModelTensors, Projections, TensorSpec};
 use super::weights::Weights;
 use super::{KvLimits, KvPool, Limits, MAX_BIASES, first_seen};
@@ -85,13 +85,8 @@ impl Schemes {
 
     /// Each scheme once, the embedding's first.
     pub fn distinct(&self) -> Vec<Scheme> {
-        let mut distinct = vec![self.embedding];
-        for scheme in self.lm_head.iter().chain(self.layers.iter().flat_map(Projections::iter)) {
-            if !distinct.contains(scheme) {
-                distinct.push(*scheme);
-            }
-        }
-        distinct
+        let of_layers = self.layers.iter().flat_map(Projections::iter);
+        each_once([&self.embedding].into_iter().chain(&self.lm_head).chain(of_layers).copied())
     }
 
     /// The schemes of a model whose layers all have the same ones: for attention, feed-forward network and embedding.
@@ -658,13 +653,7 @@ pub(crate) fn heads_of(heads: &AttentionHeads, kv: KvDtype) -> Heads {
 
 /// The heads of all layers, each once, the first layer's first.
 pub(crate) fn distinct_heads(c: &ModelSpec, kv: KvDtype) -> Vec<Heads> {
-    let mut distinct = Vec::new();
-    for heads in c.layers.iter().map(|layer| heads_of(&layer.heads, kv)) {
-        if !distinct.contains(&heads) {
-            distinct.push(heads);
-        }
-    }
-    distinct
+    each_once(c.layers.iter().map(|layer| heads_of(&layer.heads, kv)))
 }
 
 /// Bytes of the buffer that copies logits to the host, or a row of them and one of a residual stream.

@@ -8,7 +8,7 @@ use super::rope::RopeSpec;
 use super::runner::KvPool;
 use super::tensors::{Layer, LayerSizes, ModelTensors, TensorSpec};
 use crate::checkpoint::gguf::GgufArch;
-use crate::kernels::{HiddenAct, LayerKind};
+use crate::kernels::{HiddenAct, LayerKind, head_dim_multiple};
 
 /// An architecture.
 #[derive(Debug)]
@@ -99,12 +99,9 @@ impl AttentionHeads {
         head_dim: impl Fn(usize) -> usize,
     ) -> Result<AttentionHeads, ConfigError> {
         let num_attention_heads = level.size("num_attention_heads", heads, 1..=MAX_HEADS)?;
-        let of = |name: &str, default: usize, range| match level.get(name) {
-            Some(value) => level.whole(name, value, range).map(|n| n as usize),
-            None => Ok(default),
-        };
-        let num_key_value_heads = of("num_key_value_heads", kv_heads(num_attention_heads), 1..=MAX_HEADS)?;
-        let head_dim = of("head_dim", head_dim(num_attention_heads), 16..=MAX_HEAD_DIM)?;
+        let num_key_value_heads =
+            level.optional_size("num_key_value_heads", kv_heads(num_attention_heads), 1..=MAX_HEADS)?;
+        let head_dim = level.optional_size("head_dim", head_dim(num_attention_heads), 16..=MAX_HEAD_DIM)?;
         check_head_dim(level, "head_dim", head_dim)?;
         let heads = AttentionHeads { num_attention_heads, num_key_value_heads, head_dim };
         check_group(level, &heads)?;
@@ -141,8 +138,7 @@ impl AttentionHeads {
 }
 
 fn check_head_dim(level: &Level, name: &str, head_dim: usize) -> Result<(), ConfigError> {
-    // Above 256, a lane of the attention kernel holds eight dimensions.
-    let multiple = if head_dim > 256 { 8 } else { 4 };
+    let multiple = head_dim_multiple(head_dim);
     if head_dim.is_multiple_of(multiple) && (16..=MAX_HEAD_DIM).contains(&(head_dim as u64)) {
         return Ok(());
     }
@@ -227,13 +223,7 @@ impl ModelSpec {
 
     /// The heads of all layers, each once.
     pub fn distinct_heads(&self) -> Vec<AttentionHeads> {
-        let mut distinct: Vec<AttentionHeads> = Vec::new();
-        for layer in &self.layers {
-            if !distinct.contains(&layer.heads) {
-                distinct.push(layer.heads);
-            }
-        }
-        distinct
+        each_once(self.layers.iter().map(|layer| layer.heads))
     }
 
     /// The heads of the layers with this window, or of the first layer if there are none.
@@ -251,12 +241,7 @@ impl ModelSpec {
     /// The distinct groups of the layers. Groups without a window come first, and there is at least one, even if all
     /// layers have windows: its blocks stand for all tokens of a sequence.
     pub fn kv_groups(&self) -> Vec<KvGroup> {
-        let mut groups: Vec<KvGroup> = Vec::new();
-        for group in self.layers.iter().map(LayerSpec::kv_group) {
-            if !groups.contains(&group) {
-                groups.push(group);
-            }
-        }
+        let mut groups = each_once(self.layers.iter().map(LayerSpec::kv_group));
         groups.sort_by_key(|group| group.window.is_some());
         if let Some(&group) = groups.first().filter(|group| group.window.is_some()) {
             groups.insert(0, KvGroup { window: None, ..group });
@@ -284,6 +269,17 @@ impl ModelSpec {
         let group_of = |layer: &LayerSpec| groups.iter().position(|group| *group == layer.kv_group());
         self.layers.iter().map(|layer| Some(taken[group_of(layer)?])).collect()
     }
+}
+
+/// The distinct elements, in the order in which they appear first.
+pub(super) fn each_once<T: PartialEq>(all: impl Iterator<Item = T>) -> Vec<T> {
+    let mut once = Vec::new();
+    for one in all {
+        if !once.contains(&one) {
+            once.push(one);
+        }
+    }
+    once
 }
 
 /// A published size of an architecture, for plans and synthetic checkpoints, which need real shapes and no weights.

@@ -307,7 +307,7 @@ fn configs_that_cannot_be_computed_are_refused_by_name() {
             "tiny-qwen3",
             "layer_types",
             json!(["full_attention", "sliding_attention", "full_attention"]),
-            "layer_types[1] is another type; expected \"full_attention\"",
+            "layer_types[1] is \"sliding_attention\"; expected \"full_attention\"",
         ),
         ("tiny-qwen3", "attention_bias", json!(true), "attention_bias is true"),
         ("tiny-qwen2", "use_sliding_window", json!(true), "use_sliding_window is true"),

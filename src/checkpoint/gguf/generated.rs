@@ -69,13 +69,7 @@ pub fn special_ids(tokens: &GgufTokens, metadata: &Metadata) -> Result<SpecialId
     for name in ["eos_token_id", "eot_token_id", "eom_token_id"] {
         eos.extend(id(name)?);
     }
-    let more = "tokenizer.ggml.eos_token_ids";
-    for value in metadata.elements(more)?.into_iter().flatten() {
-        match value? {
-            Value::Whole(id) if u32::try_from(id).is_ok() => eos.push(id as u64),
-            other => return Err(HeaderError::key(more, format!("holds {other}; expected token ids"))),
-        }
-    }
+    eos.extend(token_ids(metadata, "eos_token_ids")?.into_iter().map(u64::from));
     for (id, token) in metadata.elements("tokenizer.ggml.tokens")?.into_iter().flatten().enumerate() {
         if let Value::Text(text) = token?
             && tokens.end.contains(&text)
@@ -87,6 +81,16 @@ pub fn special_ids(tokens: &GgufTokens, metadata: &Metadata) -> Result<SpecialId
     eos.dedup();
     let (bos, pad) = (id("bos_token_id")?, id("padding_token_id")?);
     Ok(SpecialIds { bos: bos.or(tokens.bos), pad: pad.unwrap_or(tokens.pad), eos })
+}
+
+/// The token ids in a list of the tokenizer's metadata; empty if the file has none.
+pub fn token_ids(metadata: &Metadata, name: &str) -> Result<Vec<u32>, HeaderError> {
+    let key = format!("tokenizer.ggml.{name}");
+    let id = |value| match value {
+        Value::Whole(id) if u32::try_from(id).is_ok() => Ok(id as u32),
+        other => Err(HeaderError::key(&key, format!("holds {other}; expected token ids"))),
+    };
+    metadata.elements(&key)?.into_iter().flatten().map(|value| id(value?)).collect()
 }
 
 /// The text of a token; `None` if the id is not in the vocabulary.

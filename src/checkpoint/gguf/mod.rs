@@ -13,7 +13,7 @@ mod tokenizer;
 
 pub use arch::{Geometry, GgufArch, GgufTensors, GgufTokens, Keys};
 pub use blocks::{GgmlTensor, GgmlType};
-pub use generated::special_ids;
+pub use generated::{special_ids, token_ids};
 pub use header::{Element, HeaderError, Metadata, TensorInfo, Value};
 
 use super::error::CheckpointError;

@@ -5,7 +5,6 @@
 
 use serde_json::Value;
 
-use crate::checkpoint::short;
 use crate::kernels::HiddenAct;
 use crate::model::config::{
     ConfigError, LayerType, Level, MAX_HIDDEN, MAX_INTERMEDIATE, MAX_LAYERS, MAX_POSITIONS, MAX_VOCAB,
@@ -114,15 +113,12 @@ pub(in crate::model) fn read(
 
 /// Checks the list that transformers 5 writes. All layers of these models are of one type.
 fn check_layer_types(level: &Level, layers: usize, has_window: bool) -> Result<(), ConfigError> {
-    let (expected, name) = match has_window {
-        true => (LayerType::SlidingAttention, "sliding_attention"),
-        false => (LayerType::FullAttention, "full_attention"),
-    };
+    let expected = LayerType::of(has_window);
     let types = LayerType::read_all(level, layers)?.unwrap_or_default();
     match types.iter().position(|kind| *kind != expected) {
         None => Ok(()),
         Some(i) => {
-            let problem = format!("is another type; expected {name:?}");
+            let problem = format!("is {:?}; expected {:?}", types[i].name(), expected.name());
             Err(level.error(&format!("layer_types[{i}]"), problem))
         }
     }
@@ -131,13 +127,7 @@ fn check_layer_types(level: &Level, layers: usize, has_window: bool) -> Result<(
 /// Refuses fields that would change the result and are not supported.
 fn refuse_unsupported(level: &Level) -> Result<(), ConfigError> {
     for name in ["attention_bias", "mlp_bias", "use_bidirectional_attention"] {
-        if level.flag(name)? == Some(true) {
-            return Err(level.error(name, "is true; only checkpoints with false can be computed"));
-        }
+        level.check_flag(name, false)?;
     }
-    if let Some(activation) = level.text("hidden_act")?.filter(|activation| *activation != "silu") {
-        let problem = format!("{:?} is not supported; expected \"silu\"", short(activation));
-        return Err(level.error("hidden_act", problem));
-    }
-    Ok(())
+    level.check_text("hidden_act", "silu")
 }

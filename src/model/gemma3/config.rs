@@ -206,21 +206,12 @@ fn refuse_unsupported(level: &Level) -> Result<(), ConfigError> {
     for (name, wanted) in
         [("attention_bias", false), ("use_bidirectional_attention", false), ("tie_word_embeddings", true)]
     {
-        if level.flag(name)?.is_some_and(|flag| flag != wanted) {
-            let problem = format!("is {}; only checkpoints with {wanted} can be computed", !wanted);
-            return Err(level.error(name, problem));
-        }
+        level.check_flag(name, wanted)?;
     }
     for name in ["attn_logit_softcapping", "final_logit_softcapping"] {
         if let Some(value) = level.get(name) {
             return Err(level.mismatch(name, value, "null: Gemma-3 has no soft capping"));
         }
     }
-    if let Some(activation) = level.text("hidden_activation")?
-        && activation != "gelu_pytorch_tanh"
-    {
-        let problem = format!("{:?} is not supported; expected \"gelu_pytorch_tanh\"", short(activation));
-        return Err(level.error("hidden_activation", problem));
-    }
-    Ok(())
+    level.check_text("hidden_activation", "gelu_pytorch_tanh")
 }

@@ -12,6 +12,7 @@ use serde_json::{Value as Json, json};
 use super::tensors::NAMES;
 use crate::checkpoint::gguf::{self, Geometry, GgufArch, GgufTensors, GgufTokens, HeaderError, Keys};
 use crate::checkpoint::short;
+use crate::model::config::LayerType;
 
 pub(super) static GGUF: GgufArch = GgufArch {
     name: "gemma3",
@@ -48,8 +49,6 @@ const BLOCKS_27B: u64 = 62;
 const BLOCKS_1B: u64 = 26;
 /// Longest context without RoPE scaling. Models with a longer context divide positions by 8.
 const UNSCALED_CONTEXT: u64 = 32_768;
-/// The name of a sliding layer in `layer_types`.
-const SLIDING: &str = "sliding_attention";
 
 /// Generates `config.json`.
 fn config(keys: &Keys, tensors: &GgufTensors) -> Result<Json, HeaderError> {
@@ -59,7 +58,9 @@ fn config(keys: &Keys, tensors: &GgufTensors) -> Result<Json, HeaderError> {
 
     let layer_types = layer_types(keys, blocks)?;
     let window = match keys.whole("attention.sliding_window")? {
-        None if layer_types.contains(&SLIDING) => return Err(keys.missing("attention.sliding_window")),
+        None if layer_types.contains(&LayerType::SlidingAttention.name()) => {
+            return Err(keys.missing("attention.sliding_window"));
+        }
         window => window,
     };
 
@@ -111,7 +112,7 @@ fn config(keys: &Keys, tensors: &GgufTensors) -> Result<Json, HeaderError> {
 /// sixth layer is a full one.
 fn layer_types(keys: &Keys, blocks: u64) -> Result<Vec<&'static str>, HeaderError> {
     const NAME: &str = "attention.sliding_window_pattern";
-    let name_of = |slides: bool| if slides { SLIDING } else { "full_attention" };
+    let name_of = |slides: bool| LayerType::of(slides).name();
     if let Some(windows) = keys.windows(blocks)? {
         return Ok(windows.into_iter().map(name_of).collect());
     }

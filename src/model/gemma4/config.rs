@@ -119,17 +119,13 @@ struct LayerHeads<'a> {
 impl<'a> LayerHeads<'a> {
     fn read(text: &Level<'a>) -> Result<Self, ConfigError> {
         let sliding = AttentionHeads::read(text, 8, |_| 4, |_| 256)?;
-        let of = |name: &str, default: usize, most: u64| match text.get(name) {
-            Some(value) => text.whole(name, value, 1..=most).map(|n| n as usize),
-            None => Ok(default),
-        };
         let per_layer = text.object("per_layer_config")?;
         // A config with the heads of single layers has no heads of all full layers.
         let full_dim = if per_layer.is_some() { sliding.head_dim } else { 512 };
-        let head_dim = of("global_head_dim", full_dim, MAX_HEAD_DIM)?;
+        let head_dim = text.optional_size("global_head_dim", full_dim, 1..=MAX_HEAD_DIM)?;
         let mut kv_heads = sliding.num_key_value_heads;
         if text.flag("attention_k_eq_v")? == Some(true) {
-            kv_heads = of("num_global_key_value_heads", kv_heads, MAX_HEADS)?;
+            kv_heads = text.optional_size("num_global_key_value_heads", kv_heads, 1..=MAX_HEADS)?;
         }
         let full = sliding.with(text, kv_heads, ("global_head_dim", head_dim))?;
         Ok(LayerHeads { text: text.clone(), sliding, full, per_layer })
@@ -145,12 +141,8 @@ impl<'a> LayerHeads<'a> {
             None => None,
         };
         let Some(own) = own else { return Ok(heads) };
-        let of = |name: &str, default: usize, most: u64| match own.get(name) {
-            Some(value) => own.whole(name, value, 1..=most).map(|n| n as usize),
-            None => Ok(default),
-        };
-        let head_dim = of("head_dim", heads.head_dim, MAX_HEAD_DIM)?;
-        let kv_heads = of("num_key_value_heads", heads.num_key_value_heads, MAX_HEADS)?;
+        let head_dim = own.optional_size("head_dim", heads.head_dim, 1..=MAX_HEAD_DIM)?;
+        let kv_heads = own.optional_size("num_key_value_heads", heads.num_key_value_heads, 1..=MAX_HEADS)?;
         let name = format!("per_layer_config.{layer}.head_dim");
         heads.with(&self.text, kv_heads, (&name, head_dim))
     }
@@ -186,10 +178,7 @@ fn refuse_other_layers(text: &Level, is_unified: bool) -> Result<(), ConfigError
         ("hidden_size_per_layer_input", default_width, "per-layer embeddings"),
         ("num_kv_shared_layers", 0, "layers that share keys and values"),
     ] {
-        let number = match text.get(name) {
-            Some(value) => text.whole(name, value, 0..=MAX_HIDDEN)? as usize,
-            None => default,
-        };
+        let number = text.optional_size(name, default, 0..=MAX_HIDDEN)?;
         if number > 0 {
             return Err(text.error(name, format!("is {number}; {what} cannot be computed")));
         }
@@ -207,10 +196,7 @@ fn refuse_other_layers(text: &Level, is_unified: bool) -> Result<(), ConfigError
 /// Refuses fields that would change the result and are not supported.
 fn refuse_unsupported(level: &Level) -> Result<(), ConfigError> {
     for (name, wanted) in [("attention_bias", false), ("tie_word_embeddings", true)] {
-        if level.flag(name)?.is_some_and(|flag| flag != wanted) {
-            let problem = format!("is {}; only checkpoints with {wanted} can be computed", !wanted);
-            return Err(level.error(name, problem));
-        }
+        level.check_flag(name, wanted)?;
     }
     // "vision" concerns the tokens of images, of which a text has none.
     if let Some(Value::String(kind)) = level.get("use_bidirectional_attention")
@@ -219,11 +205,5 @@ fn refuse_unsupported(level: &Level) -> Result<(), ConfigError> {
         let problem = format!("is {:?}; expected \"vision\" or null", short(kind));
         return Err(level.error("use_bidirectional_attention", problem));
     }
-    if let Some(activation) = level.text("hidden_activation")?
-        && activation != "gelu_pytorch_tanh"
-    {
-        let problem = format!("{:?} is not supported; expected \"gelu_pytorch_tanh\"", short(activation));
-        return Err(level.error("hidden_activation", problem));
-    }
-    Ok(())
+    level.check_text("hidden_activation", "gelu_pytorch_tanh")
 }

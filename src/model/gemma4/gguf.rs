@@ -6,7 +6,8 @@
 use serde_json::{Value as Json, json};
 
 use super::tensors::NAMES;
-use crate::checkpoint::gguf::{self, Geometry, GgufArch, GgufTensors, GgufTokens, HeaderError, Keys, Value};
+use crate::checkpoint::gguf::{self, Geometry, GgufArch, GgufTensors, GgufTokens, HeaderError, Keys};
+use crate::model::config::LayerType;
 
 pub(super) static GGUF: GgufArch = GgufArch {
     name: "gemma4",
@@ -100,7 +101,7 @@ fn config(keys: &Keys, tensors: &GgufTensors) -> Result<Json, HeaderError> {
         None => json!({"rope_type": "default"}),
     };
     let window = keys.required("attention.sliding_window")?;
-    let kind = |slides: &bool| if *slides { "sliding_attention" } else { "full_attention" };
+    let kind = |slides: &bool| LayerType::of(*slides).name();
     let mut config = json!({
         "architectures": ["Gemma4ForCausalLM"],
         "model_type": "gemma4_text",
@@ -129,15 +130,7 @@ fn config(keys: &Keys, tensors: &GgufTensors) -> Result<Json, HeaderError> {
             config["rope_parameters"][kind]["rope_theta"] = json!(theta);
         }
     }
-    const SUPPRESSED: &str = "tokenizer.ggml.suppress_tokens";
-    let mut suppressed = Vec::new();
-    for value in keys.metadata.elements(SUPPRESSED)?.into_iter().flatten() {
-        match value? {
-            Value::Whole(id) if u32::try_from(id).is_ok() => suppressed.push(id as u32),
-            other => return Err(HeaderError::key(SUPPRESSED, format!("holds {other}; expected token ids"))),
-        }
-    }
-    config["suppress_tokens"] = json!(suppressed);
+    config["suppress_tokens"] = json!(gguf::token_ids(keys.metadata, "suppress_tokens")?);
     let special = gguf::special_ids(&GGUF.tokens, keys.metadata)?;
     config["bos_token_id"] = json!(special.bos);
     config["pad_token_id"] = json!(special.pad);
