@@ -489,6 +489,24 @@ const tests = {
     same(without.problems, [], "complaints");
   },
 
+  async a_complete_answer_survives_a_reload_with_slow_storage() {
+    const context = await browser.newContext();
+    const page = await openIn(context, (one) => one.addInitScript(() => {
+      const open = IDBFactory.prototype.open;
+      IDBFactory.prototype.open = function (...args) {
+        const request = open.apply(this, args);
+        const set = (hear) => request.addEventListener("success", (event) => setTimeout(() => hear.call(request, event), 3000));
+        return Object.defineProperty(request, "onsuccess", { set });
+      };
+    }));
+    await ask(page, "What is the capital of France?");
+    check((await answered(page)).includes("Paris"), "the answer");
+    await page.reload();
+    check((await answered(page)).includes("Paris"), "the answer after a reload");
+    same(page.problems, [], "complaints");
+    await context.close();
+  },
+
   async the_conversation_of_an_older_page_is_migrated() {
     const context = await browser.newContext();
     context.setDefaultTimeout(WAIT_MS);

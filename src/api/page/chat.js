@@ -17,6 +17,8 @@ import { forget, recall } from "./store.js";
 const READING_ALONG = 80;
 const SAVE_EVERY_MS = 500;
 const ASK_WRITER_MS = 3000;
+/** An answer counts as done once it is saved, and without that after this time. */
+const SAVE_WITHIN_MS = 20_000;
 /** Drawing an answer takes at most a quarter of the time, however long it is. */
 const REST = 3;
 
@@ -28,7 +30,7 @@ const send = document.querySelector("#send");
 const editing = document.querySelector("#editing");
 const said = document.querySelector("#said");
 
-/** Conversations whose answers this tab writes: conversation -> what stops the answer. */
+/** Conversations whose answers this tab writes: conversation -> what stops the answer, with its outcome until that is saved. */
 const writing = new Map();
 let shown = fresh();
 let model = "";
@@ -243,18 +245,21 @@ async function write(conversation, own) {
       saved = now;
       keep(conversation);
     }
-    turn.state = "done";
-    turn.note = summary(seen);
+    own.outcome = { state: "done", note: summary(seen) };
   } catch (error) {
     const stopped = error.name === "AbortError";
-    turn.state = stopped ? "stopped" : "failed";
-    turn.note = stopped ? `Stopped after ${duration(performance.now() - began)}` : error.message;
+    const note = stopped ? `Stopped after ${duration(performance.now() - began)}` : error.message;
+    own.outcome = { state: stopped ? "stopped" : "failed", note };
   }
-  writing.delete(conversation);
   draw.end();
+  Object.assign(turn, own.outcome);
+  // Whoever sees that the answer is complete may reload or close the page at once.
+  await Promise.race([keep(conversation), new Promise((resolve) => setTimeout(resolve, SAVE_WITHIN_MS))]);
+  writing.delete(conversation);
   showWriting();
-  if (shown === conversation) said.textContent = turn.state === "done" ? turn.text : `${turn.text} ${turn.note}`;
-  await keep(conversation);
+  if (shown !== conversation) return;
+  follow(() => fill(log.lastElementChild, turn));
+  said.textContent = turn.state === "done" ? turn.text : `${turn.text} ${turn.note}`;
 }
 
 /** What the server measured of an answer; times to the first token as this page saw them. */
@@ -436,7 +441,8 @@ async function keep(conversation) {
 async function save(conversation) {
   conversation.title ||= conversations.titleFrom(conversation.turns[0].text);
   try {
-    const { version, dropped } = await conversations.save(conversation, writing.has(conversation));
+    const isBeingWritten = writing.has(conversation) && !writing.get(conversation).outcome;
+    const { version, dropped } = await conversations.save(conversation, isBeingWritten);
     conversation.version = version;
     conversation.isUnsaved = false;
     if (dropped.length) {
