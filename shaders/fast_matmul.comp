@@ -5,11 +5,17 @@
 //   x  int8 blocks of `tokens` rows, padded to x_stride       y  f32 [tokens, rows] of each matrix, rows y_stride apart
 //
 // GATED needs two matrices of the same shape, gate and up. y0 and y1_or_none are then the blocks and scales of
-// activated(gate) * up, quantized, with as many padded rows as x. SILU chooses the activation (common/activation.glsl).
+// activated(gate) * up, quantized, with y0_stride padded rows. SILU chooses the activation (common/activation.glsl).
 //
 // More tokens than COLUMNS need several passes over the weights: the x dimension of the grid counts passes that run
 // together, the z dimension counts groups of such passes. Workgroups with the same weights are neighbours in the grid,
 // so that the weights are read from memory once. Unused columns read the padding of x, and are not stored.
+//
+// GROUPED computes products of experts: each token of a mixture has experts, and group_pairs.comp groups the pairs of a
+// token and an expert by expert. `tokens` is then the number of pairs, y has a row for each pair, and a matrix holds the
+// matrices of all experts, one after the other, of `rows` rows each, a multiple of 32. The x dimension of the grid counts
+// items, which say which expert's pairs a workgroup computes. The row of x for a pair is its own (IN_ORDER), or the one
+// that a list has (GATHERED). There are two matrices at most, and the arguments of a third one are the items and the list.
 //
 // Three implementations compute the same bits:
 //
@@ -44,6 +50,8 @@ const uint ROW_TILES = 1;
 #endif
 // Number of blocks of weights that share one scale (common/weights.glsl).
 layout(constant_id = 2) const uint SCALE_BLOCKS = 1;
+layout(constant_id = 9) const uint GROUPED = 0;
+const uint IN_ORDER = 1, GATHERED = 2;
 #include "fold.glsl"
 
 layout(buffer_reference, std430, buffer_reference_align = 4) writeonly buffer WriteWords { uint at[]; };
@@ -74,28 +82,56 @@ layout(push_constant, std430) uniform Push {
 uint tiles_of(uint rows) { return (rows + TILE_ROWS - 1) / TILE_ROWS; }
 uint parts_of(uint rows) { return (tiles_of(rows) + ROW_TILES - 1) / ROW_TILES; }
 
-// A part of a matrix: ROW_TILES tiles of rows. y_stride is the distance between the tokens of its product. It holds
-// addresses as uvec2, because SwiftShader's compiler crashes if code selects between buffer references.
+// The columns of a workgroup, from `first` to before `end`, and the expert whose matrix they are multiplied with.
+struct Columns {
+    uint first;
+    uint end;
+    uint expert;
+};
+
+Columns own_columns() {
+    if (GROUPED != 0) {
+        const uvec4 item = ReadUvec4s(uvec2(blocks2_or_none)).at[gl_WorkGroupID.x];
+        return Columns(item.y, item.y + item.z, item.x);
+    }
+    return Columns((gl_WorkGroupID.z * gl_NumWorkGroups.x + gl_WorkGroupID.x) * COLUMNS, tokens, 0);
+}
+
+// The row of x of a column. Unused columns repeat the last row of a list.
+uint x_row(uint column) {
+    return GROUPED == GATHERED ? ReadUints(uvec2(scales2_or_none)).at[min(column, tokens - 1)] : column;
+}
+
+// A part of a matrix: ROW_TILES tiles of rows, of which `first_row` is the first. Tiles are counted through the matrices
+// of all experts; `tiles_end` is the end of the expert's own. y_stride is the distance between the tokens of its product.
+// It holds addresses as uvec2, because SwiftShader's compiler crashes if code selects between buffer references.
 struct Part {
     uint matrix;
     uvec2 blocks;
     uvec2 scales;
     uint rows;
     uint y_stride;
+    uint first_row;
     uint first_tile;
+    uint tiles_end;
 };
 
+Part part_in(uint matrix, uvec2 blocks, uvec2 scales, uint rows, uint y_stride, uint index, uint expert) {
+    const uint first = index * ROW_TILES, all = tiles_of(rows) * expert;
+    return Part(matrix, blocks, scales, rows, y_stride, first * TILE_ROWS, all + first, all + tiles_of(rows));
+}
+
 // Parts are numbered through all matrices. The two matrices of GATED share their parts.
-Part part_of(uint index) {
+Part part_of(uint index, uint expert) {
 #if !defined(ON_CPU) && !defined(IN_TILES)
-    if (GATED == 1) return Part(0, uvec2(blocks0), uvec2(scales0), rows0, y0_stride, index);
+    if (GATED == 1) return part_in(0, uvec2(blocks0), uvec2(scales0), rows0, y0_stride, index, expert);
 #endif
     const uint parts0 = parts_of(rows0), parts1 = parts_of(rows1);
-    if (index < parts0) return Part(0, uvec2(blocks0), uvec2(scales0), rows0, y0_stride, index * ROW_TILES);
+    if (index < parts0) return part_in(0, uvec2(blocks0), uvec2(scales0), rows0, y0_stride, index, expert);
     index -= parts0;
-    if (index < parts1) return Part(1, uvec2(blocks1_or_none), uvec2(scales1_or_none), rows1, y1_stride, index * ROW_TILES);
+    if (index < parts1) return part_in(1, uvec2(blocks1_or_none), uvec2(scales1_or_none), rows1, y1_stride, index, expert);
     index -= parts1;
-    return Part(2, uvec2(blocks2_or_none), uvec2(scales2_or_none), rows2, y2_stride, index * ROW_TILES);
+    return part_in(2, uvec2(blocks2_or_none), uvec2(scales2_or_none), rows2, y2_stride, index, expert);
 }
 
 void put(Part part, uint token, uint row, float value) {

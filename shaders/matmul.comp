@@ -9,6 +9,9 @@
 // from scalar registers. On a CPU device (ON_CPU), an invocation computes several rows from each activation that it
 // loads, and processes the splits sequentially. More than COLUMNS tokens need several passes over the weights: the x
 // dimension of the grid counts passes that run together, the z dimension counts groups of such passes.
+//
+// GROUPED computes products of experts (fast_matmul.comp): `tokens` is the number of pairs, and the matrix holds the
+// matrices of all experts, of `rows` rows each, a multiple of 32.
 #version 460
 #extension GL_GOOGLE_include_directive : require
 #include "memory.glsl"
@@ -16,6 +19,8 @@
 
 const uint SPLITS = 4;
 layout(constant_id = 0) const uint COLUMNS = 1;
+layout(constant_id = 9) const uint GROUPED = 0;
+const uint IN_ORDER = 1, GATHERED = 2;
 // ROWS is the number of rows of an invocation.
 #if defined(ON_CPU)
 #define WORKGROUP 32
@@ -44,7 +49,33 @@ layout(push_constant, std430) uniform Push {
     uint y_stride;
     // Number of blocks that share one scale (common/weights.glsl).
     uint blocks_per_scale;
+    ReadUvec4s items_or_none;
+    ReadUints list_or_none;
 };
+
+// The columns of a workgroup, from `first` to before `end`, and the expert whose matrix they are multiplied with.
+struct Columns {
+    uint first;
+    uint end;
+    uint expert;
+};
+
+Columns own_columns() {
+    if (GROUPED != 0) {
+        const uvec4 item = items_or_none.at[gl_WorkGroupID.x];
+        return Columns(item.y, item.y + item.z, item.x);
+    }
+    return Columns((gl_WorkGroupID.z * gl_NumWorkGroups.x + gl_WorkGroupID.x) * COLUMNS, tokens, 0);
+}
+
+// The row of x of a column. Unused columns repeat the last token, and are not stored.
+uint x_row(uint column) {
+    const uint last = min(column, tokens - 1);
+    return GROUPED == GATHERED ? list_or_none.at[last] : last;
+}
+
+// The first tile of an expert's matrix.
+uint first_tile_of(uint expert) { return expert * ((rows + TILE_ROWS - 1) / TILE_ROWS); }
 
 // The sums of an invocation; the unscaled contribution of one block; and the sums of the activations of that block.
 float acc[TOGETHER][ROWS][COLUMNS];
@@ -62,8 +93,7 @@ void add_four(uint i, uint first_token, uint k, bool all_there) {
     vec4 w[ROWS];
     [[unroll]] for (uint r = 0; r < ROWS; r++) w[r] = block_weights(block[r], i);
     [[unroll]] for (uint c = 0; c < COLUMNS; c++) {
-        // Unused columns repeat the last token, and are not stored.
-        vec4 v = x.at[(min(first_token + c, tokens - 1) * x_stride + k) / 4];
+        vec4 v = x.at[(x_row(first_token + c) * x_stride + k) / 4];
         // Memory beyond the row holds another row or undefined values. They are replaced by 0, since 0 * NaN is NaN.
         if (!all_there) v = mix(vec4(0), v, lessThan(uvec4(k, k + 1, k + 2, k + 3), uvec4(cols)));
         [[unroll]] for (uint r = 0; r < ROWS; r++)
@@ -120,9 +150,9 @@ void clear_acc() {
 
 #if defined(ON_CPU)
 void main() {
-    const uint tile = gl_WorkGroupID.y;
-    const uint first_token = (gl_WorkGroupID.z * gl_NumWorkGroups.x + gl_WorkGroupID.x) * COLUMNS;
-    if (first_token >= tokens) return;
+    const Columns columns = own_columns();
+    const uint first_token = columns.first, tile = first_tile_of(columns.expert) + gl_WorkGroupID.y;
+    if (first_token >= columns.end) return;
     const uint blocks_per_row = (cols + BLOCK - 1) / BLOCK, whole = cols / BLOCK;
 
     float total[ROWS][COLUMNS];
@@ -145,14 +175,14 @@ void main() {
                     total[r][c] = split + s == 0 ? acc[s][r][c] : total[r][c] + acc[s][r][c];
     }
     [[unroll]] for (uint r = 0; r < ROWS; r++) {
-        const uint row = tile * TILE_ROWS + lane_of(r);
+        const uint row = gl_WorkGroupID.y * TILE_ROWS + lane_of(r);
         if (row >= rows) return;
 #if defined(SCALES_ROW)
         const float scale = half_of(scales, tile, lane_of(r));
         [[unroll]] for (uint c = 0; c < COLUMNS; c++) total[r][c] *= scale;
 #endif
         [[unroll]] for (uint c = 0; c < COLUMNS; c++)
-            if (first_token + c < tokens) y.at[(first_token + c) * y_stride + row] = total[r][c];
+            if (first_token + c < columns.end) y.at[(first_token + c) * y_stride + row] = total[r][c];
     }
 }
 #else
@@ -163,9 +193,9 @@ shared float partial[SPLITS][SPLITS][TILE_ROWS];
 
 void main() {
     const uint lane = own_invocation() % TILE_ROWS, split = own_group(TILE_ROWS);
-    const uint tile = gl_WorkGroupID.y;
-    const uint first_token = (gl_WorkGroupID.z * gl_NumWorkGroups.x + gl_WorkGroupID.x) * COLUMNS;
-    if (first_token >= tokens) return;
+    const Columns columns = own_columns();
+    const uint first_token = columns.first, tile = first_tile_of(columns.expert) + gl_WorkGroupID.y;
+    if (first_token >= columns.end) return;
     const uint blocks_per_row = (cols + BLOCK - 1) / BLOCK, whole = cols / BLOCK;
 
     uvec4 next[ROWS];
@@ -190,8 +220,8 @@ void main() {
         [[unroll]] for (uint c = 0; c < SPLITS; c++)
             if (staged + c < COLUMNS) partial[split][c][lane] = acc[0][0][staged + c];
         barrier();
-        const uint token = first_token + staged + split, row = tile * TILE_ROWS + lane;
-        if (staged + split < COLUMNS && token < tokens && row < rows) {
+        const uint token = first_token + staged + split, row = gl_WorkGroupID.y * TILE_ROWS + lane;
+        if (staged + split < COLUMNS && token < columns.end && row < rows) {
             float total = partial[0][split][lane];
             [[unroll]] for (uint s = 1; s < SPLITS; s++) total += partial[s][split][lane];
 #if defined(SCALES_ROW)

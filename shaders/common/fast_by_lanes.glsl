@@ -36,12 +36,17 @@ layout(buffer_reference, std430, buffer_reference_align = 8) readonly buffer Tok
 
 void main() {
     const uint lane = own_invocation() % TILE_ROWS, segment = own_group(TILE_ROWS);
-    const uint first_token = (gl_WorkGroupID.z * gl_NumWorkGroups.x + gl_WorkGroupID.x) * COLUMNS;
-    if (first_token >= tokens) return;
+    const Columns columns = own_columns();
+    const uint first_token = columns.first, end_token = columns.end;
+    if (first_token >= end_token) return;
     const uint block_count = (cols + BLOCK_COLS - 1) / BLOCK_COLS, units_per_row = (cols + BLOCK - 1) / BLOCK;
 
-    Part part = part_of(gl_WorkGroupID.y);
+    Part part = part_of(gl_WorkGroupID.y, columns.expert);
     const uint tile = part.first_tile;
+    // Without a list, the rows of x follow each other.
+    uint listed[COLUMNS];
+    [[unroll]] for (uint c = 0; c < COLUMNS; c++) listed[c] = x_row(first_token + c);
+    const uint first_x = GROUPED == GATHERED ? 0 : first_token;
     // Addresses of the matrices, as in a Part.
     uvec2 blocks[MATRICES], scales[MATRICES];
     blocks[0] = part.blocks;
@@ -64,7 +69,7 @@ void main() {
     ActivationBlock next_block;
     uvec2 next_scale;
     if (SHARED_ACTIVATIONS == 1 && lane < COLUMNS) {
-        const uint at = min(first, block_count - 1) * x_stride + first_token + lane;
+        const uint at = min(first, block_count - 1) * x_stride + x_row(first_token + lane);
         next_block = x.at[at];
         next_scale = x_scales.at[at];
     }
@@ -92,12 +97,12 @@ void main() {
                 shared_low[shared_at + lane] = next_block.low;
                 shared_high[shared_at + lane] = next_block.high;
                 shared_scales[shared_at + lane] = next_scale;
-                next_block = x.at[ahead * stride + first_token + lane];
-                next_scale = x_scales.at[ahead * stride + first_token + lane];
+                next_block = x.at[ahead * stride + x_row(first_token + lane)];
+                next_scale = x_scales.at[ahead * stride + x_row(first_token + lane)];
             }
             await_segment();
         }
-        uint at = b * stride + first_token, scale_bits = 0;
+        uint at = b * stride + first_x, scale_bits = 0;
         if (SHARED_ACTIVATIONS == 1) {
             if (b < end) [[unroll]] for (uint c = 0; c < COLUMNS; c++) {
                 const ActivationBlock a = ActivationBlock(shared_low[shared_at + c], shared_high[shared_at + c]);
@@ -115,8 +120,15 @@ void main() {
             TokenBlocks blocks_at = TokenBlocks(address_after(x_address, at * 32));
             TokenScales scales_at = TokenScales(address_after(scales_address, at * 8));
             [[unroll]] for (uint c = 0; c < COLUMNS; c++) {
-                const ActivationBlock a = blocks_at.of[c];
-                const uvec2 scale = scales_at.of[c];
+                ActivationBlock a;
+                uvec2 scale;
+                if (GROUPED == GATHERED) {
+                    a = x.at[at + listed[c]];
+                    scale = x_scales.at[at + listed[c]];
+                } else {
+                    a = blocks_at.of[c];
+                    scale = scales_at.of[c];
+                }
                 scale_bits |= scale.x;
                 [[unroll]] for (uint m = 0; m < MATRICES; m++)
                     acc[m][c] = folded(w[m], a, abs(uintBitsToFloat(scale.x)), scale.y, s[m], acc[m][c]);
@@ -129,7 +141,7 @@ void main() {
     }
 
     // An invocation adds up, in order, the segments of column `segment` of the staged columns.
-    const uint row = tile * TILE_ROWS + lane;
+    const uint row = part.first_row + lane;
     [[unroll]] for (uint staged = 0; staged < COLUMNS; staged += STAGED) {
         if (staged > 0) barrier();
         [[unroll]] for (uint m = 0; m < MATRICES; m++)
@@ -141,7 +153,7 @@ void main() {
         }
         barrier();
         const uint column = segment, token = first_token + staged + column;
-        const bool is_one = staged + column < COLUMNS && token < tokens;
+        const bool is_one = staged + column < COLUMNS && token < end_token;
         float total[MATRICES];
         [[unroll]] for (uint m = 0; m < MATRICES; m++) {
             total[m] = partial[m][0][column][lane];
@@ -168,7 +180,7 @@ void main() {
                 atomicAdd(sums[digit][column][2], abs(q));
                 barrier();
                 if (digit == 0) has_second = needs_second(block_largest, sums[digit][column][2]);
-                const uint to = (digit * tiles + tile) * x_stride + token;
+                const uint to = (digit * tiles + part.first_row / TILE_ROWS) * y0_stride + token;
                 if (is_one && lane < 8 && (digit == 0 || has_second)) {
                     const ivec4 four = ivec4(results[column][4 * lane], results[column][4 * lane + 1],
                                              results[column][4 * lane + 2], results[column][4 * lane + 3]);

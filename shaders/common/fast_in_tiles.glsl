@@ -183,26 +183,27 @@ void store_share(uint block, Share own, Moved moved) {
 }
 
 void main() {
-    const uint first_token = (gl_WorkGroupID.z * gl_NumWorkGroups.x + gl_WorkGroupID.x) * COLUMNS;
-    if (first_token >= tokens) return;
+    const Columns columns = own_columns();
+    const uint first_token = columns.first, end_token = columns.end;
+    if (first_token >= end_token) return;
     const uint block_count = (cols + BLOCK_COLS - 1) / BLOCK_COLS;
     const uint length = segment_blocks(block_count), last = block_count - 1;
-    Part part = part_of(gl_WorkGroupID.y);
+    Part part = part_of(gl_WorkGroupID.y, columns.expert);
 
     Inputs inputs = Inputs(uvec2(x), uvec2(x_scales), x_stride, (cols + BLOCK - 1) / BLOCK);
 
     const uint invocation = own_invocation(), row_tile = own_group(TILE_INVOCATIONS);
     Share own;
-    own.tile = min(part.first_tile + row_tile, tiles_of(part.rows) - 1);
+    own.tile = min(part.first_tile + row_tile, part.tiles_end - 1);
     own.row = invocation % TILE_INVOCATIONS / 2;
     own.workgroup_row = row_tile * TILE_ROWS + own.row;
     own.column = invocation / 2;
     own.half_index = invocation % 2;
-    const uint token = min(first_token + own.column, x_stride - 1);
+    const uint token = x_row(min(first_token + own.column, x_stride - 1));
     // The masks let the compiler know that offsets of these elements have 32 bits.
     own.activations_at = token * 2 + own.half_index & MOST_ELEMENTS;
     own.scale_at = token & MOST_ELEMENTS;
-    own.second_digit = own.column < COLUMNS && first_token + own.column < tokens ? SECOND_DIGIT : 0;
+    own.second_digit = own.column < COLUMNS && first_token + own.column < end_token ? SECOND_DIGIT : 0;
 
     const uint wave_row = WAVE % WAVES_M * TILES_M * TILE_M, wave_column = WAVE / WAVES_M * TILES_N * TILE_N;
     TileFloat total[TILES_M][TILES_N], acc[TILES_M][TILES_N];
@@ -297,7 +298,7 @@ void main() {
     if (own.half_index == 0) row_scales[own.workgroup_row] = half_of(Scales(part.scales), own.tile, own.row);
     barrier();
 #endif
-    const uint first_row = part.first_tile * TILE_ROWS, result = WAVE * (TILE_M * TILE_N / 2);
+    const uint first_row = part.first_row, result = WAVE * (TILE_M * TILE_N / 2);
     [[unroll]] for (uint r = 0; r < TILES_M; r++) {
         const uint result_row = wave_row + r * TILE_M;
 #if defined(SCALES_ROW)
@@ -313,7 +314,7 @@ void main() {
             for (uint i = WAVE_LANE; i < TILE_M * TILE_N; i += WAVE_LANES) {
                 const uint y_row = first_row + result_row + i % TILE_M;
                 const uint y_token = first_token + wave_column + c * TILE_N + i / TILE_M;
-                if (y_row < part.rows && y_token < tokens)
+                if (y_row < part.rows && y_token < end_token)
                     put(part, y_token, y_row, uintBitsToFloat(a_words[result + i / 2][i % 2]));
             }
             barrier();

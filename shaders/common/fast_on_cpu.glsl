@@ -7,9 +7,12 @@
 const uint ROWS = TURNS;
 
 void main() {
-    Part part = part_of(gl_WorkGroupID.y);
-    const uint first_token = (gl_WorkGroupID.z * gl_NumWorkGroups.x + gl_WorkGroupID.x) * COLUMNS;
-    if (first_token >= tokens) return;
+    const Columns columns = own_columns();
+    const uint first_token = columns.first, end_token = columns.end;
+    if (first_token >= end_token) return;
+    Part part = part_of(gl_WorkGroupID.y, columns.expert);
+    uint rows_of_x[COLUMNS];
+    [[unroll]] for (uint c = 0; c < COLUMNS; c++) rows_of_x[c] = x_row(first_token + c);
     const uint block_count = (cols + BLOCK_COLS - 1) / BLOCK_COLS, units_per_row = (cols + BLOCK - 1) / BLOCK;
     const uint length = segment_blocks(block_count);
 
@@ -28,12 +31,12 @@ void main() {
                 [[unroll]] for (uint u = 0; u < UNITS; u++) s[r][u] = scale_of_words(w[r].scales[u], lane_of(r));
 #endif
             }
-            uint at = b * x_stride + first_token;
+            uint at = b * x_stride;
             [[dont_unroll]] for (uint digit = 0; digit < 2; digit++) {
                 uint scale_bits = 0;
                 [[unroll]] for (uint c = 0; c < COLUMNS; c++) {
-                    const ActivationBlock a = x.at[at + c];
-                    const uvec2 scale = x_scales.at[at + c];
+                    const ActivationBlock a = x.at[at + rows_of_x[c]];
+                    const uvec2 scale = x_scales.at[at + rows_of_x[c]];
                     scale_bits |= scale.x;
                     [[unroll]] for (uint r = 0; r < ROWS; r++)
                         acc[r][c] = folded(w[r], a, abs(uintBitsToFloat(scale.x)), scale.y, s[r], acc[r][c]);
@@ -49,13 +52,13 @@ void main() {
     }
 
     [[unroll]] for (uint r = 0; r < ROWS; r++) {
-        const uint row = part.first_tile * TILE_ROWS + lane_of(r);
+        const uint row = part.first_row + lane_of(r);
         if (row >= part.rows) return;
 #if defined(SCALES_ROW)
         const float scale = half_of(Scales(part.scales), part.first_tile, lane_of(r));
         [[unroll]] for (uint c = 0; c < COLUMNS; c++) total[r][c] *= scale;
 #endif
         [[unroll]] for (uint c = 0; c < COLUMNS; c++)
-            if (first_token + c < tokens) put(part, first_token + c, row, total[r][c]);
+            if (first_token + c < end_token) put(part, first_token + c, row, total[r][c]);
     }
 }

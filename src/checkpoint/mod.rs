@@ -9,6 +9,7 @@
 
 mod direct;
 mod error;
+mod experts;
 mod files;
 mod floats;
 mod format;
@@ -34,4 +35,4 @@ pub use legacy::LegacyTensor;
 pub use native::{FileWriter, Manifest, NativeTensor, NativeWriter, NewTensor, Synthetic, verify};
 pub use open::Checkpoint;
 pub use packed::PackedMatrix;
-pub use view::{Encoding, Tensor};
+pub use view::{Encoding, Stack, Tensor};

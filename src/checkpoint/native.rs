@@ -240,8 +240,11 @@ pub(super) fn entries(
             .filter(|record| record.file == file_name)
             .ok_or_else(|| fail("is not in this file according to the manifest".into()))?;
         let scheme: Scheme = record.scheme.parse().map_err(fail)?;
-        let &[rows, cols] = &record.shape[..] else {
-            return Err(fail(format!("has shape {:?}; expected a matrix", record.shape)));
+        // The matrices of all experts are one tensor `[experts, out, in]`.
+        let (rows, cols) = match record.shape[..] {
+            [rows, cols] => (rows, cols),
+            [experts, rows, cols] => (experts.saturating_mul(rows), cols),
+            _ => return Err(fail(format!("has shape {:?}; expected a matrix", record.shape))),
         };
         // Limits that no real matrix reaches, so that the sizes cannot overflow.
         if rows == 0 || cols == 0 || rows > 1 << 24 || cols > 1 << 24 {
@@ -345,7 +348,8 @@ impl NewTensor {
     /// (Name, element type, shape, bytes) of each part of the tensor in the file.
     fn parts(&self) -> Vec<(String, &'static str, Vec<usize>, u64)> {
         match (self.scheme, &self.shape[..]) {
-            (Some(scheme), &[rows, cols]) => {
+            (Some(scheme), &[.., cols]) if self.shape.len() > 1 => {
+                let rows = self.shape[..self.shape.len() - 1].iter().product();
                 let plane = |suffix, bytes: u64| {
                     (format!("{}{suffix}", self.name), "U8", vec![bytes as usize], bytes)
                 };

@@ -3,12 +3,13 @@
 use std::collections::BTreeMap;
 
 use super::error::{CheckpointError, one_line, short};
+use super::experts;
 use super::files::{FileBytes, MAX_SHARDS, ModelFiles};
 use super::format::Format;
-use super::gguf::{self, Element, GgmlTensor, GgufArch};
-use super::legacy::{self, LegacyTensor};
-use super::native::{self, Manifest, NativeTensor, Synthetic};
-use super::packed::{self, PackedMatrix};
+use super::gguf::{self, Element, GgufArch};
+use super::legacy;
+use super::native::{self, Manifest, Synthetic};
+use super::packed;
 use super::safetensors::{Entries, header};
 use super::table::{CheckpointFile, Entry, Span, Stored, Table};
 use super::view::{Encoding, Tensor};
@@ -55,13 +56,14 @@ impl Checkpoint {
                 format!("holds neither {SINGLE_FILE} nor {INDEX_FILE} nor {}", native::MANIFEST_FILE);
             return Err(CheckpointError::file(files.location(), problem));
         }
+        experts::join(&mut checkpoint.table)?;
         Ok(checkpoint)
     }
 
     /// All tensors, sorted by file name and then by position in the file. In this order, reading all of them is one
     /// sequential pass over each file.
     pub fn iter(&self) -> impl ExactSizeIterator<Item = Tensor<'_>> {
-        self.table.tensors.iter().map(|entry| self.view(entry))
+        self.table.tensors.iter().map(|entry| Tensor::of(&self.table, entry))
     }
 
     pub fn format(&self) -> Format {
@@ -127,35 +129,6 @@ impl Checkpoint {
     /// Bytes of the files that are in the page cache now.
     pub fn resident_bytes(&self) -> u64 {
         self.table.files.iter().map(|file| file.bytes.resident_bytes()).sum()
-    }
-
-    fn view<'a>(&'a self, entry: &'a Entry) -> Tensor<'a> {
-        let slice = |span: &Span| self.table.files[span.file].bytes.slice(span.range.clone());
-        let encoding = match &entry.stored {
-            Stored::Plain { dtype, data } => Encoding::Plain { dtype: *dtype, data: slice(data).bytes },
-            Stored::Ggml { kind, data } => {
-                Encoding::Ggml(GgmlTensor { kind: *kind, data: slice(data).bytes })
-            }
-            Stored::Native { scheme, blocks, scales } => Encoding::Native(NativeTensor {
-                scheme: *scheme,
-                blocks: slice(blocks),
-                scales: scales.as_ref().map_or((&[][..]).into(), slice),
-            }),
-            Stored::Legacy { layout, q, scales } => {
-                Encoding::Legacy(LegacyTensor::new(*layout, slice(q).bytes, slice(scales).bytes))
-            }
-            Stored::Packed { layout, weights, scales, zeros } => {
-                let zeros = zeros.as_ref().map_or(&[][..], |zeros| slice(zeros).bytes);
-                Encoding::Packed(PackedMatrix::new(*layout, slice(weights).bytes, slice(scales).bytes, zeros))
-            }
-        };
-        Tensor {
-            name: &entry.name,
-            file: &self.table.files[entry.file].display,
-            shape: &entry.shape,
-            encoding,
-            interleaved: entry.interleaved,
-        }
     }
 
     /// Joins the parts of packed matrices.

@@ -50,23 +50,44 @@ pub(super) struct Entry {
 /// The location of the bytes of an [`Encoding`](super::Encoding).
 #[derive(Debug)]
 pub(super) enum Stored {
-    Plain { dtype: DType, data: Span },
-    Ggml { kind: GgmlType, data: Span },
-    Native { scheme: Scheme, blocks: Span, scales: Option<Span> },
-    Legacy { layout: LegacyLayout, q: Span, scales: Span },
-    Packed { layout: PackedLayout, weights: Span, scales: Span, zeros: Option<Span> },
+    Plain {
+        dtype: DType,
+        data: Span,
+    },
+    Ggml {
+        kind: GgmlType,
+        data: Span,
+    },
+    Native {
+        scheme: Scheme,
+        blocks: Span,
+        scales: Option<Span>,
+    },
+    Legacy {
+        layout: LegacyLayout,
+        q: Span,
+        scales: Span,
+    },
+    Packed {
+        layout: PackedLayout,
+        weights: Span,
+        scales: Span,
+        zeros: Option<Span>,
+    },
+    /// A matrix of each expert.
+    Stacked(Vec<Entry>),
 }
 
 impl Stored {
-    pub fn spans(&self) -> impl Iterator<Item = &Span> {
-        match self {
+    pub fn spans(&self) -> Vec<&Span> {
+        let all = match self {
             Stored::Plain { data, .. } | Stored::Ggml { data, .. } => [Some(data), None, None],
             Stored::Native { blocks, scales, .. } => [Some(blocks), scales.as_ref(), None],
             Stored::Legacy { q, scales, .. } => [Some(q), Some(scales), None],
             Stored::Packed { weights, scales, zeros, .. } => [Some(weights), Some(scales), zeros.as_ref()],
-        }
-        .into_iter()
-        .flatten()
+            Stored::Stacked(parts) => return parts.iter().flat_map(|part| part.stored.spans()).collect(),
+        };
+        all.into_iter().flatten().collect()
     }
 }
 

@@ -4,6 +4,7 @@
 //! name the tensor. A native checkpoint is checked when it is written, and loading copies it to the device unchecked;
 //! its checksums detect later damage.
 
+use std::fmt;
 use std::ops::Range;
 
 use super::error::CheckpointError;
@@ -11,6 +12,7 @@ use super::gguf::GgmlTensor;
 use super::legacy::LegacyTensor;
 use super::native::NativeTensor;
 use super::packed::PackedMatrix;
+use super::table::{Entry, Span, Stored, Table};
 use crate::tensor::{DType, QuantizedRow, Scheme};
 
 /// A tensor of a checkpoint, row-major.
@@ -40,9 +42,78 @@ pub enum Encoding<'a> {
     Legacy(LegacyTensor<'a>),
     /// Packed by GPTQ, AWQ or compressed-tensors.
     Packed(PackedMatrix<'a>),
+    /// A tensor of each expert.
+    Stacked(Stack<'a>),
+}
+
+/// The matrices of all experts, one after the other.
+#[derive(Clone, Copy)]
+pub struct Stack<'a> {
+    table: &'a Table,
+    /// A matrix of each expert, all of one shape and scheme.
+    parts: &'a [Entry],
+}
+
+impl fmt::Debug for Stack<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_list().entries(self.parts.iter().map(|part| &part.name)).finish()
+    }
+}
+
+impl PartialEq for Stack<'_> {
+    fn eq(&self, other: &Self) -> bool {
+        std::ptr::eq(self.parts, other.parts)
+    }
+}
+
+impl<'a> Stack<'a> {
+    /// The expert's matrix that has a row of all experts, and the row's number there.
+    fn row(&self, row: usize) -> (Tensor<'a>, usize) {
+        let rows = self.parts[0].shape[0];
+        (Tensor::of(self.table, &self.parts[row / rows]), row % rows)
+    }
+
+    fn scheme(&self) -> Result<Scheme, CheckpointError> {
+        Tensor::of(self.table, &self.parts[0]).scheme()
+    }
+
+    fn stored_bytes(&self) -> u64 {
+        self.parts.iter().map(|part| Tensor::of(self.table, part).stored_bytes()).sum()
+    }
 }
 
 impl<'a> Tensor<'a> {
+    /// The tensor of an entry.
+    pub(super) fn of(table: &'a Table, entry: &'a Entry) -> Tensor<'a> {
+        let slice = |span: &Span| table.files[span.file].bytes.slice(span.range.clone());
+        let encoding = match &entry.stored {
+            Stored::Plain { dtype, data } => Encoding::Plain { dtype: *dtype, data: slice(data).bytes },
+            Stored::Ggml { kind, data } => {
+                Encoding::Ggml(GgmlTensor { kind: *kind, data: slice(data).bytes })
+            }
+            Stored::Native { scheme, blocks, scales } => Encoding::Native(NativeTensor {
+                scheme: *scheme,
+                blocks: slice(blocks),
+                scales: scales.as_ref().map_or((&[][..]).into(), slice),
+            }),
+            Stored::Legacy { layout, q, scales } => {
+                Encoding::Legacy(LegacyTensor::new(*layout, slice(q).bytes, slice(scales).bytes))
+            }
+            Stored::Packed { layout, weights, scales, zeros } => {
+                let zeros = zeros.as_ref().map_or(&[][..], |zeros| slice(zeros).bytes);
+                Encoding::Packed(PackedMatrix::new(*layout, slice(weights).bytes, slice(scales).bytes, zeros))
+            }
+            Stored::Stacked(parts) => Encoding::Stacked(Stack { table, parts }),
+        };
+        Tensor {
+            name: &entry.name,
+            file: &table.files[entry.file].display,
+            shape: &entry.shape,
+            encoding,
+            interleaved: entry.interleaved,
+        }
+    }
+
     /// Length of a row, the last dimension; 1 for a scalar.
     pub fn cols(&self) -> usize {
         self.shape.last().copied().unwrap_or(1)
@@ -65,6 +136,7 @@ impl<'a> Tensor<'a> {
             Encoding::Native(native) => native.stored_bytes(),
             Encoding::Legacy(legacy) => legacy.stored_bytes(),
             Encoding::Packed(packed) => packed.stored_bytes(),
+            Encoding::Stacked(stack) => stack.stored_bytes(),
         }
     }
 
@@ -77,6 +149,7 @@ impl<'a> Tensor<'a> {
             Encoding::Native(native) => Ok(native.scheme),
             Encoding::Legacy(legacy) => Ok(legacy.scheme()),
             Encoding::Packed(packed) => Ok(packed.scheme()),
+            Encoding::Stacked(stack) => stack.scheme(),
         }
     }
 
@@ -91,6 +164,10 @@ impl<'a> Tensor<'a> {
             Encoding::Native(native) => native.quantized_row_into(row, out),
             Encoding::Legacy(legacy) => legacy.quantized_row_into(row, out).map_err(|e| self.error(e))?,
             Encoding::Packed(packed) => packed.quantized_row_into(row, out).map_err(|e| self.error(e))?,
+            Encoding::Stacked(stack) => {
+                let (part, row) = stack.row(row);
+                return part.quantized_row_into(row, out);
+            }
         }
         match out.not_finite(self.scheme()?) {
             None => Ok(()),
@@ -131,6 +208,12 @@ impl<'a> Tensor<'a> {
             Encoding::Packed(packed) => {
                 packed.rows_f32_into(rows.clone(), out).map_err(|e| self.error(e))?;
             }
+            Encoding::Stacked(stack) => {
+                return rows.zip(out.chunks_exact_mut(cols)).try_for_each(|(row, out)| {
+                    let (part, row) = stack.row(row);
+                    part.rows_f32_into(row..row + 1, out)
+                });
+            }
         }
         // A maximum over bits is vectorized. A loop with an early exit is not.
         if out.iter().fold(0, |max, x| (x.to_bits() & ABS).max(max)) >= INFINITY {
@@ -166,7 +249,11 @@ impl<'a> Tensor<'a> {
     pub fn defect(&self) -> Option<String> {
         match &self.encoding {
             Encoding::Legacy(legacy) => legacy.defect(),
-            Encoding::Plain { .. } | Encoding::Ggml(_) | Encoding::Native(_) | Encoding::Packed(_) => None,
+            Encoding::Plain { .. }
+            | Encoding::Ggml(_)
+            | Encoding::Native(_)
+            | Encoding::Packed(_)
+            | Encoding::Stacked(_) => None,
         }
     }
 

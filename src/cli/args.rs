@@ -436,13 +436,15 @@ pub enum Class {
 impl Class {
     pub const ALL: [Class; 3] = [Class::Attention, Class::FeedForward, Class::Embedding];
 
-    /// The class of a tensor; `None` for a norm or a bias. The head has the scheme of the embedding.
+    /// The class of a tensor; `None` for a norm, a bias or a tensor of a router. The head has the scheme of the embedding.
     pub fn of(spec: &TensorSpec) -> Option<Class> {
         match spec.role {
             Role::Embedding | Role::Head => Some(Class::Embedding),
             Role::Projection(InputGroup::Qkv | InputGroup::Output) => Some(Class::Attention),
-            Role::Projection(InputGroup::GateUp | InputGroup::Down) => Some(Class::FeedForward),
-            Role::Norm | Role::Bias | Role::Scalar => None,
+            Role::Projection(InputGroup::GateUp | InputGroup::Down) | Role::Experts => {
+                Some(Class::FeedForward)
+            }
+            Role::Norm | Role::Bias | Role::Router | Role::Factors => None,
         }
     }
 }

@@ -12,7 +12,7 @@ use super::progress::Bar;
 use super::terminal::{bytes, print};
 use crate::checkpoint::{self, Manifest};
 use crate::config::Config;
-use crate::model::spec::AttentionHeads;
+use crate::model::spec::{AttentionHeads, Mixture};
 use crate::text::visible;
 
 pub fn inspect(options: &Config, args: &args::Inspect) -> Result<(), Error> {
@@ -60,6 +60,11 @@ pub fn inspect(options: &Config, args: &args::Inspect) -> Result<(), Error> {
             "full_attention_layers": full_attention_layers,
             "hidden_size": config.hidden_size,
             "intermediate_size": config.intermediate_size,
+            "experts": config.mixture.map(|Mixture { experts, intermediate_size, .. }| json!({
+                "num_experts": experts.count,
+                "num_experts_per_tok": experts.per_token,
+                "moe_intermediate_size": intermediate_size,
+            })),
             "heads": config.distinct_heads().iter().map(|heads| json!({
                 "num_attention_heads": heads.num_attention_heads,
                 "num_key_value_heads": heads.num_key_value_heads,
@@ -123,6 +128,10 @@ pub fn inspect(options: &Config, args: &args::Inspect) -> Result<(), Error> {
             config.vocab_size
         ),
     );
+    if let Some(Mixture { experts, intermediate_size, .. }) = config.mixture {
+        let [count, used] = [experts.count, experts.per_token];
+        line("experts", format!("{count} of width {intermediate_size}, of which a token uses {used}"));
+    }
     line("context", format!("{} tokens at most", config.max_position_embeddings));
     line("weights", format!("{:.3} billion in {}", parameters as f64 / 1e9, bytes(checkpoint.total_bytes())));
     for (scheme, (tensors, weights, stored)) in by_scheme {

@@ -134,6 +134,9 @@ pub fn quantize(config: &Config, args: &args::Quantize) -> Result<(), Error> {
         };
         text.push_str(&format!("  {class:<13} {scheme:<10} {error}\n"));
     }
+    if calibration.is_some() && shape.mixture.is_some() {
+        text.push_str("  experts       without calibration: each column's error counts the same\n");
+    }
     if let (_, Some(peak)) = resident_bytes() {
         text.push_str(&format!("  memory        at most {} resident\n", bytes(peak)));
     }

@@ -65,10 +65,13 @@ pub enum Class {
     KvCache,
     #[strum(serialize = "FFN weights")]
     Ffn,
+    /// The weights of experts, of which a token uses a few.
+    #[strum(serialize = "expert weights")]
+    Experts,
 }
 
 impl Class {
-    pub const ALL: [Class; 7] = *Self::VARIANTS.first_chunk().expect("all variants");
+    pub const ALL: [Class; 8] = *Self::VARIANTS.first_chunk().expect("all variants");
 
     pub const fn name(self) -> &'static str {
         self.into_str()
@@ -76,7 +79,7 @@ impl Class {
 
     /// Whether the buffer's bytes come from the checkpoint.
     pub const fn is_weights(self) -> bool {
-        matches!(self, Class::Attention | Class::Embedding | Class::Norms | Class::Ffn)
+        matches!(self, Class::Attention | Class::Embedding | Class::Norms | Class::Ffn | Class::Experts)
     }
 }
 
@@ -184,7 +187,7 @@ impl Machine {
                 [gtt, vram].concat().into_iter().filter(|&i| self.heaps[i].host_visible).collect()
             }
             (MemoryKind::Device, _) if !self.unified => vram,
-            (MemoryKind::Device, Class::Ffn) if !self.ffn_choice(ffn_heap).is_vram_first => {
+            (MemoryKind::Device, Class::Ffn | Class::Experts) if !self.ffn_choice(ffn_heap).is_vram_first => {
                 [gtt, vram].concat()
             }
             (MemoryKind::Device, _) => [vram, gtt].concat(),
@@ -369,7 +372,8 @@ impl Plan {
     /// Whether more bytes of FFN weights are in VRAM than in GTT.
     pub fn has_ffn_in_vram(&self) -> bool {
         let in_heaps = |local: bool| -> u64 {
-            let chunks = self.chunks.iter().filter(|chunk| chunk.class == Class::Ffn);
+            let chunks =
+                self.chunks.iter().filter(|chunk| matches!(chunk.class, Class::Ffn | Class::Experts));
             chunks.filter(|chunk| self.heaps[chunk.heap].heap.device_local == local).map(Chunk::bytes).sum()
         };
         in_heaps(true) > in_heaps(false)

@@ -96,6 +96,40 @@ pub enum HiddenAct {
     Silu,
 }
 
+/// The most experts of a layer, and the most that a token uses (`shaders/route.comp`).
+pub const MAX_EXPERTS: usize = 256;
+pub const MAX_EXPERTS_PER_TOKEN: usize = 32;
+/// The rows that a kernel reads after the last pair: it computes up to 32 columns together.
+const UNUSED_ROWS: usize = 32;
+
+/// The experts of a layer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Experts {
+    pub count: usize,
+    pub per_token: usize,
+    /// Whether the weights of a token's experts add up to 1.
+    pub renormalizes: bool,
+}
+
+impl Experts {
+    /// The number of pairs of a token and one of its experts.
+    pub fn pairs(&self, tokens: usize) -> usize {
+        tokens * self.per_token
+    }
+
+    /// Rows of the activations of pairs. Kernels read some rows after the last one.
+    pub fn pair_rows(&self, tokens: usize) -> usize {
+        self.pairs(tokens) + UNUSED_ROWS
+    }
+
+    /// The expected number of different experts of `tokens` tokens if every expert is equally likely:
+    /// `count * (1 - (1 - per_token / count)^tokens)`.
+    pub fn expected(&self, tokens: usize) -> f64 {
+        let share = self.per_token as f64 / self.count as f64;
+        self.count as f64 * (1.0 - (1.0 - share).powf(tokens as f64))
+    }
+}
+
 /// What the kernels of a layer compute, apart from shapes. The default has all norms with weights, and no bias.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct LayerKind {
@@ -108,12 +142,14 @@ pub struct LayerKind {
     pub has_biases: bool,
     /// Whether values are normed, without weights.
     pub has_value_norm: bool,
+    /// The experts of layers that have some.
+    pub experts: Option<Experts>,
 }
 
 impl LayerKind {
     /// The values of the specialization constants SILU and POST_NORM, and of QK_NORM, BIAS and VALUE_NORM.
     pub(crate) fn constants(self) -> ([u32; 2], [u32; 3]) {
-        let LayerKind { activation, has_post_norms, has_qk_norms, has_biases, has_value_norm } = self;
+        let LayerKind { activation, has_post_norms, has_qk_norms, has_biases, has_value_norm, .. } = self;
         (
             [activation as u32, has_post_norms.into()],
             [has_qk_norms, has_biases, has_value_norm].map(u32::from),
@@ -129,6 +165,7 @@ impl Default for LayerKind {
             has_qk_norms: true,
             has_biases: false,
             has_value_norm: false,
+            experts: None,
         }
     }
 }

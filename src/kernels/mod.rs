@@ -6,6 +6,8 @@
 mod arrays;
 mod attention;
 pub(crate) mod attention_kernels;
+pub(crate) mod expert_kernels;
+mod experts;
 pub(crate) mod operand;
 mod peak;
 pub(crate) mod pipelines;
@@ -16,11 +18,13 @@ mod weights;
 pub mod shaders;
 
 pub use arrays::{
-    Activations, Attention, AttentionShape, Heads, HiddenAct, KvCache, LAST_SAMPLED, LayerKind, MAX_GROUP,
-    MAX_HEAD_DIM, Partials, RmsNorm, ShareArrays, StepArrays, head_dim_multiple,
+    Activations, Attention, AttentionShape, Experts, Heads, HiddenAct, KvCache, LAST_SAMPLED, LayerKind,
+    MAX_EXPERTS, MAX_EXPERTS_PER_TOKEN, MAX_GROUP, MAX_HEAD_DIM, Partials, RmsNorm, ShareArrays, StepArrays,
+    head_dim_multiple,
 };
 pub use attention::{Item, PartItems, Room, Run, Shares, Splits, partial_width};
 pub use attention_kernels::{AttentionBy, AttentionTile};
+pub use experts::{ExpertMatrices, PairActivations, Router, Routing, pair_blocks_bytes};
 pub use operand::{
     ActivationsFrom, GpuTiles, Matrices, Operand, ProductKind, Quantized, SubgroupTile, Tiles, WIDTH_CLASSES,
     Wants, Way,
@@ -38,6 +42,7 @@ use std::sync::Arc;
 
 pub(crate) use self::arrays::words;
 use self::attention::items_of;
+use self::expert_kernels::ExpertKernels;
 use self::operand::Products;
 use self::shaders::{shader_named, shaders_of};
 use crate::gpu::{Buffer, Device, GpuError, INDIRECT_BYTES, Pipeline, Recorder, Shader};
@@ -98,6 +103,7 @@ pub struct Kernels {
     attention_by: AttentionBy,
     attention_merge: OutputVariants,
     glu: OutputVariants,
+    experts: Option<ExpertKernels>,
     softcap: Arc<Pipeline>,
     moments: Arc<Pipeline>,
     pool: Arc<Pipeline>,
@@ -148,6 +154,7 @@ impl Kernels {
             attention_by,
             attention_merge: into("attention_merge", &[])?,
             glu: into("glu", &[activation])?,
+            experts: ExpertKernels::new(device, tiles, &layers)?,
             softcap: device.pipeline(&shaders::SOFTCAP, &[])?,
             moments: device.pipeline(&shaders::MOMENTS, &[])?,
             pool: device.pipeline(&shaders::POOL, &[])?,

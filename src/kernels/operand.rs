@@ -10,11 +10,11 @@ use std::sync::Arc;
 use serde::{Deserialize, Serialize};
 use strum::Display;
 
-use super::arrays::{Activations, HiddenAct, LayerKind, MATRICES};
+use super::arrays::{Activations, Experts, HiddenAct, LayerKind, MATRICES, words};
 use super::attention_kernels::AttentionBy;
 use super::shaders::{self, shader_named, shader_of, shaders_of};
 use super::weights::{Matrix, Shard};
-use crate::gpu::{Buffer, Device, DeviceInfo, DeviceKind, GpuError, Pipeline, Recorder, Shader};
+use crate::gpu::{Arguments, Buffer, Device, DeviceInfo, DeviceKind, GpuError, Pipeline, Recorder, Shader};
 use crate::tensor::{Precision, Scheme, TILE_ROWS};
 
 /// Number of columns that share a scale (`shaders/common/fast.glsl`).
@@ -34,6 +34,8 @@ pub struct Matrices {
     pub products: Vec<Scheme>,
     /// Schemes of the gate and up matrices, whose products are combined.
     pub gated: Vec<Scheme>,
+    /// Schemes of the matrices of experts.
+    pub experts: Vec<Scheme>,
     /// The scheme of the embedding.
     pub embedding: Option<Scheme>,
     /// The scheme of the matrix that computes the logits.
@@ -238,22 +240,24 @@ impl Way {
     }
 
     /// The shader and the constants for int8 products with `tile`; with `gated`, for two products that this activation
-    /// combines, which only lanes compute in one dispatch. `shader` is the variant for lanes.
+    /// combines, which only lanes compute in one dispatch. `shader` is the variant for lanes, and `grouped` the value of
+    /// GROUPED.
     pub(crate) fn pipeline_of(
         self,
         shader: &'static Shader,
         scale_blocks: u32,
         tile: Tile,
         gated: Option<HiddenAct>,
+        grouped: u32,
     ) -> (&'static Shader, Vec<u32>) {
         match self {
             Way::Lanes { activations, .. } => {
                 let is_shared = activations == ActivationsFrom::SharedMemory;
                 let (is_gated, activation) = (gated.is_some(), gated.map_or(0, |act| act as u32));
                 let [is_gated, is_shared] = [is_gated, is_shared].map(u32::from);
-                (shader, vec![tile.columns, is_gated, scale_blocks, is_shared, activation])
+                (shader, vec![tile.columns, is_gated, scale_blocks, is_shared, activation, grouped])
             }
-            Way::Subgroups(subgroups) => subgroups.pipeline_of(shader, scale_blocks, tile),
+            Way::Subgroups(subgroups) => subgroups.pipeline_of(shader, scale_blocks, tile, grouped),
         }
     }
 }
@@ -394,7 +398,7 @@ impl SubgroupTile {
         let widest = WITH_SUBGROUPS[WITH_SUBGROUPS.len() - 1];
         let fits = |tile: &SubgroupTile| {
             // This scheme needs the most shared memory.
-            let (shader, constants) = tile.pipeline_of(&shaders::FAST_MATMUL_INT8_AFFINE, 1, widest);
+            let (shader, constants) = tile.pipeline_of(&shaders::FAST_MATMUL_INT8_AFFINE, 1, widest, 0);
             caps.missing(shader, &constants).is_empty()
         };
         whole.filter(fits).max_by_key(|tile| (tile.m * tile.n * tile.k, tile.k))
@@ -425,12 +429,13 @@ impl SubgroupTile {
     }
 
     /// The variant of `shader` that computes products in these tiles, and its constants. `scale_blocks` is the number
-    /// of blocks that share a scale.
+    /// of blocks that share a scale, and `grouped` the value of GROUPED.
     pub(crate) fn pipeline_of(
         self,
         shader: &Shader,
         scale_blocks: u32,
         tile: Tile,
+        grouped: u32,
     ) -> (&'static Shader, Vec<u32>) {
         let way = if self.is_emulated { "in_emulated_tiles" } else { "in_tiles" };
         // Each half of a block (16 weights) may have its own scale.
@@ -438,8 +443,17 @@ impl SubgroupTile {
             !shader.name.contains("_int4") && !shader.name.ends_with("_row") && scale_blocks % 2 == 1;
         let halves = 1 + u32::from(has_halves);
         let [along_rows, along_tokens] = self.subgroups;
-        let constants =
-            vec![tile.columns, halves, scale_blocks, self.m, self.n, self.k, along_rows, along_tokens];
+        let constants = vec![
+            tile.columns,
+            halves,
+            scale_blocks,
+            self.m,
+            self.n,
+            self.k,
+            along_rows,
+            along_tokens,
+            grouped,
+        ];
         (shader_named(&format!("{}_{way}", shader.name)), constants)
     }
 }
@@ -580,6 +594,16 @@ pub(super) struct Products {
     /// How products are divided in fact.
     pub tiles: Tiles,
     by_scheme: Vec<(Scheme, OfScheme)>,
+    /// The kernels of products of experts, for each of the tiles of f32 products.
+    experts: Vec<(Scheme, Vec<ExpertKernel>)>,
+}
+
+/// The kernels of products of experts with one tile.
+struct ExpertKernel {
+    gathered: Arc<Pipeline>,
+    in_order: Arc<Pipeline>,
+    /// Computes the products of gate and up, and combines them.
+    gated: Option<Arc<Pipeline>>,
 }
 
 impl Products {
@@ -609,7 +633,7 @@ impl Products {
         tiles: Tiles,
         precision: Precision,
     ) -> Result<Products, GpuError> {
-        let mut products = Products { precision, tiles, by_scheme: Vec::new() };
+        let mut products = Products { precision, tiles, by_scheme: Vec::new(), experts: Vec::new() };
         for scheme in matrices.products.iter().chain(&matrices.head) {
             if products.find(*scheme).is_some() {
                 continue;
@@ -631,21 +655,21 @@ impl Products {
                             way.check(device.info())?;
                             let is_fused = kind == ProductKind::Gated && matches!(way, Way::Lanes { .. });
                             let gated = is_fused.then_some(matrices.layers.activation);
-                            kernel(most, tile, is_fused, way.pipeline_of(shader, group, tile, gated))
+                            kernel(most, tile, is_fused, way.pipeline_of(shader, group, tile, gated, 0))
                         };
                         gpu.steps(kind).map(one).collect()
                     }
                     (ProductKind::Plain, Tiles::Cpu) if quantizes => {
                         let (shader, group) = fast_shader_of(*scheme);
                         let one = |(most, tile): (usize, Tile)| {
-                            kernel(most, tile, false, (tiles.body_of(shader), vec![tile.columns, group]))
+                            kernel(most, tile, false, (tiles.body_of(shader), vec![tile.columns, group, 0]))
                         };
                         steps(CPU_TILES, 0, usize::MAX).map(one).collect()
                     }
                     (ProductKind::Plain, _) => {
                         let shader = tiles.body_of(shaders_of(*scheme).0);
                         let one = |(most, tile): (usize, Tile)| {
-                            kernel(most, tile, false, (shader, vec![tile.columns]))
+                            kernel(most, tile, false, (shader, vec![tile.columns, 0]))
                         };
                         steps(tiles.floats(), 0, usize::MAX).map(one).collect()
                     }
@@ -656,7 +680,120 @@ impl Products {
             let made = OfScheme([plain?, gated?, head?]);
             products.by_scheme.push((*scheme, made));
         }
+        for scheme in &matrices.experts {
+            if products.experts.iter().any(|(other, _)| products.is_same(*other, *scheme)) {
+                continue;
+            }
+            let activation = matrices.layers.activation;
+            let of_tile =
+                |tile: &Tile| ExpertKernel::new(device, *scheme, tiles, precision, *tile, activation);
+            let kernels = tiles.floats().iter().map(of_tile).collect::<Result<_, _>>()?;
+            products.experts.push((*scheme, kernels));
+        }
         Ok(products)
+    }
+
+    /// The tile of the products of experts in a step of `tokens` tokens: the smallest one that holds the pairs of an
+    /// expert, if all experts in use had as many.
+    pub fn expert_tile(&self, experts: &Experts, tokens: usize) -> Tile {
+        let pairs = experts.pairs(tokens) as f64 / experts.expected(tokens);
+        let all = self.tiles.floats();
+        *all.iter().find(|tile| f64::from(tile.columns) >= pairs).unwrap_or(&all[all.len() - 1])
+    }
+
+    fn expert_kernel(&self, scheme: Scheme, tile: Tile) -> &ExpertKernel {
+        let found = self.experts.iter().find(|(other, _)| self.is_same(*other, scheme));
+        let (_, kernels) = found.unwrap_or_else(|| panic!("no kernels of experts were made for {scheme}"));
+        let index = self.tiles.floats().iter().position(|other| *other == tile);
+        &kernels[index.expect("a tile of f32 products")]
+    }
+
+    /// Records the products of experts with one of their matrices: `y[p] = W[expert of p] x[row of p]` for each pair `p`.
+    pub fn experts(
+        &self,
+        recorder: &mut Recorder<'_>,
+        matrix: &Matrix,
+        x: &Operand,
+        y: &Activations,
+        grouped: &Grouped<'_>,
+    ) {
+        let tile = self.expert_tile(grouped.experts, grouped.tokens);
+        let kernel = self.expert_kernel(matrix.scheme, tile);
+        let pipeline = if grouped.list.is_some() { &kernel.gathered } else { &kernel.in_order };
+        let pairs = grouped.pairs();
+        let shard = grouped.shard(matrix);
+        let output = y.used(pairs, shard.rows, "experts: y");
+        let (items, list) = grouped.lists();
+        let grid = [pairs as u32, tile.parts(shard.rows), 1];
+        if self.precision.quantizes(matrix.scheme) {
+            let from = x.blocks.as_ref().expect("experts: x in int8");
+            let from = from.planes(grouped.operand_rows(), matrix.cols, "experts: x");
+            let strides = [y.stride as u32, 0, 0];
+            let of_one = int8_arguments(
+                [Some(&shard), None, None],
+                [Some(&output), None, None],
+                strides,
+                &from,
+                matrix.cols,
+                pairs,
+            );
+            let arguments = shaders::FastMatmul {
+                blocks2_or_none: Some(&items),
+                scales2_or_none: list.as_ref(),
+                ..of_one
+            };
+            grouped.dispatch(recorder, pipeline, &arguments, grid);
+            return;
+        }
+        let from = x.floats.as_ref().expect("experts: x in f32");
+        let rows_of_x = if list.is_some() { grouped.tokens } else { pairs };
+        let arguments = shaders::Matmul {
+            blocks: &shard.blocks,
+            scales: shard.scales.as_ref(),
+            x: &from.used(rows_of_x, matrix.cols, "experts: x"),
+            y: &output,
+            rows: shard.rows as u32,
+            cols: matrix.cols as u32,
+            tokens: pairs as u32,
+            x_stride: from.stride as u32,
+            y_stride: y.stride as u32,
+            blocks_per_scale: matrix.scheme.blocks_per_scale() as u32,
+            items_or_none: Some(&items),
+            list_or_none: list.as_ref(),
+        };
+        grouped.dispatch(recorder, pipeline, &arguments, grid);
+    }
+
+    /// Records both products of experts and their gated product in one dispatch. Records nothing and returns false if no
+    /// kernel can do that.
+    pub fn gated_experts(
+        &self,
+        recorder: &mut Recorder<'_>,
+        [gate, up]: [&Matrix; 2],
+        x: &Operand,
+        y: &Operand,
+        grouped: &Grouped<'_>,
+    ) -> bool {
+        let (Some(x), Some(to), None) = (&x.blocks, &y.blocks, &y.floats) else { return false };
+        let quantizes = |matrix: &Matrix| self.precision.quantizes(matrix.scheme);
+        if !quantizes(gate) || !quantizes(up) || !share_pipeline(gate.scheme, up.scheme) {
+            return false;
+        }
+        let tile = self.expert_tile(grouped.experts, grouped.tokens);
+        let Some(pipeline) = &self.expert_kernel(gate.scheme, tile).gated else { return false };
+        let (gate_shard, up_shard) = (grouped.shard(gate), grouped.shard(up));
+        let rows = gate_shard.rows;
+        let from = x.planes(grouped.operand_rows(), gate.cols, "experts: x");
+        let to = to.planes(grouped.experts.pair_rows(grouped.tokens), rows, "experts: y");
+        let (items, list) = grouped.lists();
+        let shards = [Some(&gate_shard), Some(&up_shard), None];
+        let outputs = [Some(&to.blocks), Some(&to.scales), None];
+        let strides = [to.stride, 0, 0];
+        let of_two = int8_arguments(shards, outputs, strides, &from, gate.cols, grouped.pairs());
+        let arguments =
+            shaders::FastMatmul { blocks2_or_none: Some(&items), scales2_or_none: list.as_ref(), ..of_two };
+        grouped.dispatch(recorder, pipeline, &arguments, [grouped.pairs() as u32, tile.parts(rows), 1]);
+        true
     }
 
     /// The kernels for a scheme. Schemes that need the same pipelines share them.
@@ -757,6 +894,8 @@ impl Products {
                 x_stride: x.stride as u32,
                 y_stride: y.stride as u32,
                 blocks_per_scale: matrix.scheme.blocks_per_scale() as u32,
+                items_or_none: None,
+                list_or_none: None,
             };
             let parts = tile.parts(shard.rows);
             let passes = Passes::of_f32(matrix.scheme, parts, matrix.cols, tokens, tile);
@@ -823,11 +962,107 @@ impl Products {
         let to = to.planes(tokens, gate.rows, "gated: y");
         let shards = [Some(&gate.shards[0]), Some(&up.shards[0]), None];
         let outputs = [Some(&to.blocks), Some(&to.scales), None];
-        let arguments = int8_arguments(shards, outputs, [0; 3], &from, gate.cols, tokens);
+        let arguments = int8_arguments(shards, outputs, [to.stride, 0, 0], &from, gate.cols, tokens);
         let parts = tile.parts(gate.rows);
         let passes = Passes::of_int8(gate.scheme, 2, parts, gate.cols, tokens, *tile);
         recorder.dispatch(pipeline, &arguments, passes.grid(parts));
         true
+    }
+}
+
+/// The pairs of a product of experts.
+pub(super) struct Grouped<'a> {
+    pub experts: &'a Experts,
+    pub items: &'a Buffer,
+    /// The row of the operand for each pair; `None`: its own.
+    pub list: Option<&'a Buffer>,
+    /// The workgroup counts on the device; `None`: an item for each pair.
+    pub groups: Option<Buffer>,
+    pub tokens: usize,
+}
+
+impl Grouped<'_> {
+    pub fn pairs(&self) -> usize {
+        self.experts.pairs(self.tokens)
+    }
+
+    /// The rows that an operand in int8 has room for.
+    pub fn operand_rows(&self) -> usize {
+        if self.list.is_some() { self.tokens } else { self.experts.pair_rows(self.tokens) }
+    }
+
+    /// The items, and the list of rows.
+    pub fn lists(&self) -> (Buffer, Option<Buffer>) {
+        let pairs = self.pairs();
+        let list = self.list.map(|list| words(list, pairs, "experts: list"));
+        (words(self.items, 4 * pairs, "experts: items"), list)
+    }
+
+    /// The matrix of all experts, with the rows of one. The step reads the matrices of the experts in use.
+    pub fn shard(&self, matrix: &Matrix) -> Shard {
+        let [Shard { blocks, scales, .. }] = &matrix.shards[..] else {
+            panic!("experts: a matrix in several parts")
+        };
+        let share = self.experts.expected(self.tokens) / self.experts.count as f64;
+        let used = |buffer: &Buffer| buffer.accessing((buffer.size() as f64 * share) as u64);
+        let rows = matrix.rows / self.experts.count;
+        assert!(rows.is_multiple_of(TILE_ROWS), "experts: matrices of {rows} rows");
+        Shard { first_row: 0, rows, blocks: used(blocks), scales: scales.as_ref().map(used) }
+    }
+
+    /// Records a dispatch with the workgroup counts of the device, or with `grid`.
+    pub fn dispatch<A: Arguments>(
+        &self,
+        recorder: &mut Recorder<'_>,
+        pipeline: &Pipeline,
+        arguments: &A,
+        grid: [u32; 3],
+    ) {
+        match &self.groups {
+            Some(groups) => recorder.dispatch_indirect(pipeline, arguments, groups),
+            None => recorder.dispatch(pipeline, arguments, grid),
+        }
+    }
+}
+
+/// The values of the constant GROUPED (`shaders/fast_matmul.comp`).
+pub(crate) const IN_ORDER: u32 = 1;
+pub(crate) const GATHERED: u32 = 2;
+
+impl ExpertKernel {
+    fn new(
+        device: &Device,
+        scheme: Scheme,
+        tiles: Tiles,
+        precision: Precision,
+        tile: Tile,
+        activation: HiddenAct,
+    ) -> Result<ExpertKernel, GpuError> {
+        let one = |grouped: u32, gated: Option<HiddenAct>| {
+            let (shader, constants) = match (precision.quantizes(scheme), tiles) {
+                (false, _) => (tiles.body_of(shaders_of(scheme).0), vec![tile.columns, grouped]),
+                (true, Tiles::Cpu) => {
+                    let (shader, group) = fast_shader_of(scheme);
+                    (tiles.body_of(shader), vec![tile.columns, group, grouped])
+                }
+                (true, Tiles::Gpu(gpu)) => {
+                    let (shader, group) = fast_shader_of(scheme);
+                    // Lanes compute the products of experts, which have few tokens each.
+                    let way = match gpu.taking(ProductKind::Plain, tile.columns as usize) {
+                        (_, way @ Way::Lanes { .. }) => way,
+                        _ => Way::COUNTED,
+                    };
+                    way.pipeline_of(shader, group, tile, gated, grouped)
+                }
+            };
+            device.pipeline(shader, &constants)
+        };
+        let is_fused = precision.quantizes(scheme) && matches!(tiles, Tiles::Gpu(_));
+        Ok(ExpertKernel {
+            gathered: one(GATHERED, None)?,
+            in_order: one(IN_ORDER, None)?,
+            gated: is_fused.then(|| one(GATHERED, Some(activation))).transpose()?,
+        })
     }
 }
 

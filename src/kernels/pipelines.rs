@@ -1,8 +1,11 @@
 //! Lists all pipelines that a GPU may run: every shader with its possible specialization constants.
 
-use super::arrays::{Heads, HiddenAct, LayerKind};
+use super::arrays::{Experts, Heads, HiddenAct, LayerKind};
 use super::attention_kernels::{AttentionBy, AttentionTile, attention_constants};
-use super::operand::{ActivationsFrom, GPU_TILES, LANE_COLUMNS, LANE_TILES, ON_CPU, SubgroupTile, Tile, Way};
+use super::expert_kernels::route_constants;
+use super::operand::{
+    ActivationsFrom, GATHERED, GPU_TILES, IN_ORDER, LANE_COLUMNS, LANE_TILES, ON_CPU, SubgroupTile, Tile, Way,
+};
 use super::shaders::{self, shader_named};
 use crate::gpu::Shader;
 use crate::tensor::KvDtype;
@@ -21,16 +24,29 @@ fn scale_blocks(shader: &str) -> &'static [u32] {
     }
 }
 
-/// The constants of an int8 product's shader, for each of `tiles` and each activation of gated products.
-fn of_int8(shader: &'static Shader, way: Way, tiles: &[Tile], gated: &[Option<HiddenAct>]) -> Vec<Vec<u32>> {
+/// The constants of an int8 product's shader, for each of `tiles` and each activation of gated products, with these
+/// values of GROUPED.
+fn of_int8(
+    shader: &'static Shader,
+    way: Way,
+    tiles: &[Tile],
+    kinds: &[(Option<HiddenAct>, u32)],
+) -> Vec<Vec<u32>> {
     let mut all = Vec::new();
     for tile in tiles {
         for group in scale_blocks(shader.name) {
-            all.extend(gated.iter().map(|gated| way.pipeline_of(shader, *group, *tile, *gated).1));
+            all.extend(
+                kinds
+                    .iter()
+                    .map(|(gated, grouped)| way.pipeline_of(shader, *group, *tile, *gated, *grouped).1),
+            );
         }
     }
     all
 }
+
+/// Experts of the router's pipeline.
+const EXPERTS: Experts = Experts { count: 128, per_token: 8, renormalizes: true };
 
 /// Every pipeline that a GPU may run, with its constants, for such layers, and attention with `group` query heads per KV
 /// head.
@@ -40,23 +56,32 @@ pub fn all_pipelines(layers: LayerKind, group: u32, head_dim: u32) -> Vec<(&'sta
     let constants = |shader: &'static Shader| -> Vec<Vec<u32>> {
         match shader.constants.iter().map(|(_, name)| *name).collect::<Vec<_>>()[..] {
             [] => vec![vec![]],
-            ["COLUMNS"] => GPU_TILES.iter().map(|tile| vec![tile.columns]).collect(),
+            ["COLUMNS", "GROUPED"] => {
+                let plain = GPU_TILES.iter().map(|tile| vec![tile.columns, 0]);
+                plain.chain([IN_ORDER, GATHERED].map(|grouped| vec![LANE_COLUMNS, grouped])).collect()
+            }
+            ["EXPERTS", "PER_TOKEN", "RENORMALIZED"] => vec![route_constants(EXPERTS).to_vec()],
+            ["NORMED"] => vec![vec![0], vec![1]],
             ["SILU"] => vec![vec![activation]],
             ["POST_NORM"] => vec![vec![post_norms]],
             ["QK_NORM", "BIAS", "VALUE_NORM"] => vec![of_qkv.to_vec()],
             ["COLUMNS", "GATED", "SCALE_BLOCKS", ..] => {
-                let either = [None, Some(layers.activation)];
-                let mut all = of_int8(shader, Way::COUNTED, GPU_TILES, &either);
+                let gated = Some(layers.activation);
+                let kinds = [(None, 0), (gated, 0)];
+                let mut all = of_int8(shader, Way::COUNTED, GPU_TILES, &kinds);
                 // The widest tile with activations in shared memory uses the most shared memory.
                 let shared = Way::Lanes { columns: LANE_COLUMNS, activations: ActivationsFrom::SharedMemory };
                 let widest = &GPU_TILES[LANE_TILES - 1..];
-                all.extend(of_int8(shader, shared, widest, &either));
+                all.extend(of_int8(shader, shared, widest, &kinds));
+                // Products of experts differ in the addresses of activations. The widest tile has the most of them.
+                let of_experts = [(None, IN_ORDER), (None, GATHERED), (gated, GATHERED)];
+                all.extend(of_int8(shader, Way::COUNTED, widest, &of_experts));
                 all
             }
             ["COLUMNS", "HALVES", "SCALE_BLOCKS", ..] => {
                 let Some(lanes) = shader.name.strip_suffix("_in_tiles") else { return vec![] };
                 let way = Way::Subgroups(SubgroupTile::RDNA3);
-                of_int8(shader_named(lanes), way, way.tiles(), &[None])
+                of_int8(shader_named(lanes), way, way.tiles(), &[(None, 0)])
             }
             ["GROUP", "HEAD_DIM", "ROWS"] => {
                 vec![attention_constants(shader, group as usize, head_dim as usize)]

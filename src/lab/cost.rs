@@ -107,7 +107,7 @@ pub fn matmul(precision: Precision, scheme: Scheme, rows: &[usize], cols: usize,
     let tile = taking(Tiles::COUNTED.floats(), tokens);
     let passes = Passes::of_f32(scheme, tiles as u32, cols, tokens, tile);
     Dispatch {
-        constants: vec![tile.columns],
+        constants: vec![tile.columns, 0],
         trips: scheme.blocks_per_row(cols).div_ceil(SPLITS) as f64,
         weight_bytes,
         weight_passes: passes.weight_reads.into(),
@@ -134,7 +134,7 @@ fn fast(scheme: Scheme, tiles: usize, cols: usize, tokens: usize, gated: Option<
     let passes = Passes::of_int8(scheme, 1 + u32::from(gated.is_some()), tiles as u32, cols, tokens, tile);
     let workgroups = tiles * tokens.div_ceil(tile.columns as usize);
     Dispatch {
-        constants: way.pipeline_of(shader, group, tile, gated).1,
+        constants: way.pipeline_of(shader, group, tile, gated, 0).1,
         trips: segment_blocks(cols) as f64,
         weight_passes: passes.weight_reads.into(),
         activation_bytes: u64::from(passes.activation_reads) * Quantized::bytes_of_digit(tokens, cols),
@@ -389,7 +389,7 @@ impl Body {
 pub fn body(shader: &Shader, constants: &[u32], program: &Program) -> Option<Body> {
     let kernel = shader.name.split('_').next().unwrap_or_default();
     match (kernel, constants) {
-        ("fast", [columns, gated, _, shared, _]) => {
+        ("fast", [columns, gated, _, shared, _, _]) => {
             // A trip is a block of 32 columns of a row, of one matrix or of two. If the workgroup shares activations, an
             // inner loop computes their second digits, which few blocks have.
             let weights = BLOCK_COLS as u64 * u64::from(1 + gated);
@@ -400,7 +400,7 @@ pub fn body(shader: &Shader, constants: &[u32], program: &Program) -> Option<Bod
         }
         // A trip is a block of 32 columns of all rows of a workgroup, which its lanes share. The loop is inside the
         // loop over segments; inside it are one or two digits, usually one.
-        ("fast", [_, _, _, _, _, _, _, _]) => {
+        ("fast", [_, _, _, _, _, _, _, _, _]) => {
             let most =
                 |all: &mut dyn Iterator<Item = usize>| all.max_by_key(|i| program.trip(*i, &|_| 1).wmma);
             let segments = most(&mut program.inside(None))?;
@@ -410,7 +410,7 @@ pub fn body(shader: &Shader, constants: &[u32], program: &Program) -> Option<Bod
             let weights = u64::from(SUBGROUP_ROW_TILES * (TILE_ROWS * BLOCK_COLS) as u32 / lanes);
             Some(Body { trip, unrolled: 1, weights, once: without(program, &[segments]), key_rounds: 0 })
         }
-        ("matmul", [columns]) => {
+        ("matmul", [columns, _]) => {
             let weights = u64::from(block_weights(shader));
             let steady = program.densest()?;
             let trip = program.trip(steady, &|_| 1);
@@ -464,8 +464,9 @@ pub fn body(shader: &Shader, constants: &[u32], program: &Program) -> Option<Bod
             Some(Body { trip, unrolled: 1, weights: 0, once: without(program, &[steady]), key_rounds: 0 })
         }
         // These kernels have one or two loops over a row.
-        ("rms" | "embed" | "moments" | "pool" | "adjust" | "peak", [])
-        | ("rms", [_])
+        ("rms" | "embed" | "moments" | "pool" | "adjust" | "peak" | "group", [])
+        | ("rms" | "combine", [_])
+        | ("route", [_, _, _])
         | ("qkv", [_, _, _]) => {
             let outer: Vec<usize> = program.inside(None).collect();
             let trip = outer.iter().map(|i| program.trip(*i, &|_| 1)).reduce(|a, b| a + b)?;
@@ -533,7 +534,7 @@ mod tests {
         use crate::gpu::{Access, Need};
         let (product, attention) = (&shaders::MATMUL_INT4, &shaders::ATTENTION_F32);
         assert_eq!((product.workgroup, attention.workgroup), ([32, 4, 1], [64, 1, 1]));
-        assert_eq!((product.shared_bytes)(&[8]), 4 * 4 * 32 * 4);
+        assert_eq!((product.shared_bytes)(&[8, 0]), 4 * 4 * 32 * 4);
         // The workgroup holds two heads of 128: maxima and weights; a row of each key, twice; sums of four parts; the
         // merge.
         let parts = 64 * 2 * 16 + 4 * 4;
@@ -561,19 +562,23 @@ mod tests {
         // Each weight has 4.125 bits.
         assert_eq!(gate(1).weight_bytes, 21_504 * 5376 * 33 / 64);
         let of = |d: &Dispatch| (d.constants.clone(), d.workgroups, d.weight_passes, d.trips);
-        assert_eq!(of(&gate(1)), (vec![1], 672, 1, 42.0));
-        assert_eq!(of(&gate(3)), (vec![4], 672, 1, 42.0));
-        assert_eq!(of(&gate(33)), (vec![32], 672 * 2, 2, 42.0), "the cache has no room for 64 tokens in f32");
+        assert_eq!(of(&gate(1)), (vec![1, 0], 672, 1, 42.0));
+        assert_eq!(of(&gate(3)), (vec![4, 0], 672, 1, 42.0));
+        assert_eq!(
+            of(&gate(33)),
+            (vec![32, 0], 672 * 2, 2, 42.0),
+            "the cache has no room for 64 tokens in f32"
+        );
         // With int8, a trip has 32 columns, and a subgroup takes an eighth of the 168 blocks of a row.
         let qkv = |tokens| matmul(Precision::Fast, Scheme::int4(128), &[4096, 2048, 2048], 5376, tokens);
-        assert_eq!(of(&qkv(1)), (vec![1, 0, 4, 0, 0], 256, 1, 21.0));
-        assert_eq!(of(&qkv(33)), (vec![32, 0, 4, 0, 0], 256 * 2, 1, 21.0), "two passes go together");
-        assert_eq!(of(&qkv(256)), (vec![32, 0, 4, 0, 0], 256 * 8, 2, 21.0), "and four do");
+        assert_eq!(of(&qkv(1)), (vec![1, 0, 4, 0, 0, 0], 256, 1, 21.0));
+        assert_eq!(of(&qkv(33)), (vec![32, 0, 4, 0, 0, 0], 256 * 2, 1, 21.0), "two passes go together");
+        assert_eq!(of(&qkv(256)), (vec![32, 0, 4, 0, 0, 0], 256 * 8, 2, 21.0), "and four do");
         assert_eq!(qkv(5).weight_bytes, 8192 * 5376 * 33 / 64);
         let both = gated(Scheme::int4(128), 21_504, 5376, 3, HiddenAct::GeluTanh);
         assert_eq!(
             (of(&both), both.weight_bytes),
-            ((vec![4, 1, 4, 0, 0], 672, 1, 21.0), 2 * gate(1).weight_bytes)
+            ((vec![4, 1, 4, 0, 0, 0], 672, 1, 21.0), 2 * gate(1).weight_bytes)
         );
     }
 
@@ -621,7 +626,7 @@ mod tests {
         let program = |times: usize| {
             Program::parse(&format!("BB1:\n{}\ts_cbranch_scc1 BB1\n", one.repeat(times))).unwrap()
         };
-        let body = |times: usize| body(&shaders::MATMUL_F32, &[1], &program(times)).unwrap();
+        let body = |times: usize| body(&shaders::MATMUL_F32, &[1, 0], &program(times)).unwrap();
         assert_eq!((body(1).unrolled, body(1).valu_per_weight()), (1, Some(1.25)));
         assert_eq!((body(2).unrolled, body(2).valu_per_weight()), (2, Some(1.25)));
     }

@@ -91,7 +91,7 @@ fn files(config: &ModelSpec, schemes: &Schemes) -> Vec<(String, Vec<(NewTensor, 
         });
         let is_factor = match spec.role {
             Role::Norm => config.norm_weight == NormWeight::AsStored,
-            role => role == Role::Scalar,
+            role => role == Role::Factors,
         };
         let element = if is_factor { 1.0 } else { 0.0 };
         (NewTensor { name: spec.full_name(), shape: spec.shape.clone(), scheme }, element)
@@ -101,9 +101,12 @@ fn files(config: &ModelSpec, schemes: &Schemes) -> Vec<(String, Vec<(NewTensor, 
 }
 
 fn stored_bytes(tensor: &NewTensor) -> u64 {
-    match (tensor.scheme, &tensor.shape[..]) {
-        (Some(scheme), &[rows, cols]) => scheme.block_bytes(rows, cols) + scheme.scale_bytes(rows, cols),
-        (_, shape) => 4 * shape.iter().product::<usize>() as u64,
+    let elements: usize = tensor.shape.iter().product();
+    match (tensor.scheme, tensor.shape.last()) {
+        (Some(scheme), Some(&cols)) => {
+            scheme.block_bytes(elements / cols, cols) + scheme.scale_bytes(elements / cols, cols)
+        }
+        _ => 4 * elements as u64,
     }
 }
 

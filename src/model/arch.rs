@@ -8,7 +8,7 @@ use serde_json::{Map, Value};
 
 use super::config::{ConfigError, GenerationConfig, Level, union};
 use super::spec::{Arch, ModelSpec, Shape};
-use super::{gemma3, gemma4, llama, qwen2, qwen3};
+use super::{gemma3, gemma4, llama, qwen2, qwen3, qwen3_moe};
 use crate::checkpoint::gguf::GgufArch;
 use crate::checkpoint::{CheckpointError, ModelFiles, short};
 
@@ -16,7 +16,8 @@ const CONFIG_FILE: &str = "config.json";
 const GENERATION_CONFIG_FILE: &str = "generation_config.json";
 
 /// All architectures.
-static ARCHS: [&Arch; 5] = [&gemma3::ARCH, &gemma4::ARCH, &llama::ARCH, &qwen2::ARCH, &qwen3::ARCH];
+static ARCHS: [&Arch; 6] =
+    [&gemma3::ARCH, &gemma4::ARCH, &llama::ARCH, &qwen2::ARCH, &qwen3::ARCH, &qwen3_moe::ARCH];
 /// How GGUF files of each architecture are read.
 static GGUF_ARCHS: [&GgufArch; ARCHS.len()] = {
     let mut all = [ARCHS[0].gguf; ARCHS.len()];
@@ -89,6 +90,11 @@ pub fn hub_example() -> &'static str {
 /// The published sizes of all architectures.
 pub fn shapes() -> impl Iterator<Item = Shape> {
     ARCHS.iter().flat_map(|arch| arch.shapes.iter().copied())
+}
+
+/// The published sizes without experts, whose steps the judge counts.
+pub fn dense_shapes() -> impl Iterator<Item = Shape> {
+    shapes().filter(|shape| shape.spec().mixture.is_none())
 }
 
 /// The published size with that name. The error lists all names.

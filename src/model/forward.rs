@@ -4,14 +4,17 @@
 
 use std::ops::Range;
 
-use super::layers::Scratch;
+use super::layers::{DeviceExperts, DeviceLayer, ExpertScratch, Scratch};
 use super::memory;
 use super::model_runner::ModelRunner;
 use super::step::{Frame, PoolRequest, StepOutputs};
-use super::tensors::{InputGroup, Projections};
+use super::tensors::{InputGroup, Norms, Projections};
 use super::{Batch, BlockCopy};
 use crate::gpu::Recorder;
-use crate::kernels::{Activations, KvCache, Operand, SampleRequest, StepArrays};
+use crate::kernels::{
+    Activations, ExpertMatrices, KvCache, Matrix, Operand, PairActivations, Routing, SampleRequest,
+    StepArrays,
+};
 
 impl ModelRunner {
     /// Records what comes before the layers: block copies, the embeddings that begin the residual stream, and the ids
@@ -208,10 +211,10 @@ impl ModelRunner {
         let layer = &self.layers[index];
         let (kernels, tokens) = (&self.kernels, rows.len());
         let scratch = layer.scratch.rows(&rows);
-        let Scratch { hidden, normed, delta, attended, gate, up, .. } = &scratch;
+        let Scratch { hidden, normed, delta, attended, .. } = &scratch;
         let Projections { o_proj, gate_proj, up_proj, down_proj, .. } = &layer.projections;
-        let normed_in = Operand::new(layer.wants.gate_up, normed, &scratch.normed_blocks);
-        let gated_in = Operand::new(layer.wants.down, gate, &scratch.gated_blocks);
+        let next_wants = layer.feed_forward_wants().next().expect("a network or experts");
+        let normed_in = Operand::new(next_wants, normed, &scratch.normed_blocks);
         self.add_squares(recorder, index, InputGroup::Output, attended, tokens);
         recorder.label("o_proj");
         kernels.matmul(recorder, &[(o_proj, delta)], &self.attended(index, &rows), tokens);
@@ -220,15 +223,93 @@ impl ModelRunner {
         let next = (hidden, &layer.norms.pre_feedforward_layernorm);
         recorder.label("feed-forward norm");
         kernels.residual(recorder, delta, (norm, 1.0), next, &normed_in, tokens);
-        self.add_squares(recorder, index, InputGroup::GateUp, normed, tokens);
-        recorder.label("gate, up");
-        kernels.gated(recorder, [gate_proj, up_proj], &normed_in, [gate, up], &gated_in, tokens);
-        self.add_squares(recorder, index, InputGroup::Down, gate, tokens);
-        recorder.label("down_proj");
-        kernels.matmul(recorder, &[(down_proj, delta)], &gated_in, tokens);
+        let mlp = match (gate_proj, up_proj, down_proj) {
+            (Some(gate_proj), Some(up_proj), Some(down_proj)) => Some(([gate_proj, up_proj], down_proj)),
+            _ => None,
+        };
+        let mixture = layer.experts.as_ref().map(|experts| {
+            recorder.label("router");
+            self.record_routing(recorder, layer, experts, &scratch, &normed_in, tokens)
+        });
+        if let Some((gate_and_up, down_proj)) = mlp {
+            let Scratch { gate, up, gated_blocks, .. } = &scratch;
+            let gated_in = Operand::new(layer.wants.down.expect("of down_proj"), gate, gated_blocks);
+            self.add_squares(recorder, index, InputGroup::GateUp, normed, tokens);
+            recorder.label("gate, up");
+            kernels.gated(recorder, gate_and_up, &normed_in, [gate, up], &gated_in, tokens);
+            self.add_squares(recorder, index, InputGroup::Down, gate, tokens);
+            recorder.label("down_proj");
+            kernels.matmul(recorder, &[(down_proj, delta)], &gated_in, tokens);
+        }
+        if let Some(mixture) = &mixture {
+            self.record_experts(recorder, layer, mixture, &scratch, tokens);
+        }
         if index + 1 == self.layers.len() {
             recorder.label("last add");
             kernels.rms_norm_add(recorder, delta, layer.last_add(), hidden, tokens);
         }
     }
+
+    /// Chooses the experts of the tokens in `hidden`, and norms their inputs unless `normed_in` has them.
+    fn record_routing<'a>(
+        &self,
+        recorder: &mut Recorder<'_>,
+        layer: &'a DeviceLayer,
+        experts: &DeviceExperts,
+        scratch: &Scratch,
+        normed_in: &Operand,
+        tokens: usize,
+    ) -> RoutedExperts<'a> {
+        let (kernels, of_pairs) = (&self.kernels, scratch.experts.as_ref().expect("scratch of experts"));
+        let Projections { expert_gate_proj, expert_up_proj, expert_down_proj, .. } = &layer.projections;
+        let matrix = |matrix: &'a Option<Matrix>| matrix.as_ref().expect("a matrix of experts");
+        let matrices = ExpertMatrices {
+            gate: matrix(expert_gate_proj),
+            up: matrix(expert_up_proj),
+            down: matrix(expert_down_proj),
+        };
+        let pairs = self.config.mixture.expect("a mixture").experts.pairs(tokens);
+        let routing = Routing::new(&of_pairs.routing, pairs);
+        kernels.route(recorder, &scratch.hidden, &experts.router, &routing, tokens);
+        kernels.group_pairs(recorder, matrices, &routing, tokens);
+        let [of_input, of_gated] = experts.wants;
+        let input = match &layer.norms.pre_feedforward_layernorm_2 {
+            None => normed_in.clone(),
+            Some(norm) => {
+                let input = Operand::new(of_input, &of_pairs.normed, &of_pairs.normed_blocks);
+                recorder.label("experts' norm");
+                kernels.rms_norm(recorder, &scratch.hidden, norm, &input, tokens);
+                input
+            }
+        };
+        let gated = Operand::new(of_gated, &of_pairs.gate, &of_pairs.gated_blocks);
+        RoutedExperts { matrices, routing, input, gated }
+    }
+
+    /// Computes the experts' results, and adds them up in `delta`: alone, or to the dense network's result.
+    fn record_experts(
+        &self,
+        recorder: &mut Recorder<'_>,
+        layer: &DeviceLayer,
+        RoutedExperts { matrices, routing, input, gated }: &RoutedExperts<'_>,
+        scratch: &Scratch,
+        tokens: usize,
+    ) {
+        let ExpertScratch { gate, up, out, .. } = scratch.experts.as_ref().expect("scratch of experts");
+        let of_pairs = PairActivations { gate, up, gated, out };
+        self.kernels.expert_products(recorder, *matrices, input, &of_pairs, routing, tokens);
+        let Norms { post_feedforward_layernorm_1: own, post_feedforward_layernorm_2: of_sum, .. } =
+            &layer.norms;
+        let norms = own.as_ref().zip(of_sum.as_ref()).map(Into::into);
+        recorder.label("experts' sum");
+        self.kernels.combine(recorder, out, routing, norms, &scratch.delta, tokens);
+    }
+}
+
+/// The experts of a layer for a step's tokens.
+struct RoutedExperts<'a> {
+    matrices: ExpertMatrices<'a>,
+    routing: Routing,
+    input: Operand,
+    gated: Operand,
 }

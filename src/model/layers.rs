@@ -8,7 +8,7 @@ use super::tensors::{Inputs, Norms, Projections};
 use crate::gpu::placement::{Class, MemoryKind};
 use crate::gpu::{Arena, Buffer, GpuError};
 use crate::kernels::{
-    Activations, Attention, Logits, Matrix, Partials, Quantized, RmsNorm, Wants, partial_width,
+    Activations, Attention, Logits, Matrix, Partials, Quantized, RmsNorm, Router, Wants, partial_width,
 };
 
 /// The weights of one layer on the device, with its KV cache.
@@ -20,6 +20,7 @@ pub(crate) struct DeviceLayer {
     pub(super) norms: Norms<RmsNorm>,
     /// The factor of the residual stream after the layer.
     pub(super) scale: f32,
+    pub(super) experts: Option<DeviceExperts>,
     /// The model's activations in the widths of the layer's heads.
     pub(super) scratch: Scratch,
     /// The form in which each group of matrices takes its input.
@@ -28,7 +29,18 @@ pub(crate) struct DeviceLayer {
     pub(crate) moments: Option<Inputs<Buffer>>,
 }
 
+/// The router of a layer, and the forms in which its experts take their inputs: the normed tokens, and gated products.
+pub(super) struct DeviceExperts {
+    pub router: Router,
+    pub wants: [Wants; 2],
+}
+
 impl DeviceLayer {
+    /// The forms of the norms before the feed-forward network and before experts.
+    pub(super) fn feed_forward_wants(&self) -> impl Iterator<Item = Wants> {
+        self.wants.gate_up.into_iter().chain(self.experts.iter().map(|experts| experts.wants[0]))
+    }
+
     /// The norm of the feed-forward result before it is added to the residual stream, and the factor of the sum.
     pub(super) fn last_add(&self) -> (Option<&RmsNorm>, f32) {
         (self.norms.post_feedforward_layernorm.as_ref(), self.scale)
@@ -65,6 +77,24 @@ pub(crate) struct Scratch {
     pub(super) attended_blocks: Quantized,
     pub(super) gated_blocks: Quantized,
     pub(super) final_blocks: Quantized,
+    /// What experts take and compute, of a mixture.
+    pub(super) experts: Option<ExpertScratch>,
+}
+
+/// Activations of the experts of some of a step's tokens, and of the pairs of a token and one of its experts.
+#[derive(Clone)]
+pub(super) struct ExpertScratch {
+    /// The normed tokens, `[hidden_size]`, if a dense network takes others.
+    pub normed: Activations,
+    pub normed_blocks: Quantized,
+    /// The products of gate and up of each pair, and the gated product, `[intermediate_size]`.
+    pub gate: Activations,
+    pub up: Activations,
+    pub gated_blocks: Quantized,
+    /// The result of each pair, `[hidden_size]`.
+    pub out: Activations,
+    /// The arrays of [`Routing`].
+    pub routing: Buffer,
 }
 
 impl Scratch {
@@ -123,6 +153,7 @@ impl Scratch {
         let in_layers = [hidden, normed, delta, q, attended, k, v, single, tiles, gate, up];
         let after_layers = [final_rows, raw, adjusted, scratch, pooled];
         let blocks = [normed_blocks, attended_blocks, gated_blocks, final_blocks];
+        // A draft model has no experts.
         let floats = in_layers.into_iter().chain(after_layers).map(|activations| &activations.buffer);
         let all = floats.chain(blocks.map(|blocks| &blocks.buffer));
         Scratch::of(config, tokens, all.cloned().collect())
@@ -143,6 +174,19 @@ impl Scratch {
                 assert!(buffer.size() >= Quantized::bytes(rows, width), "{name}: the buffer is too small");
                 Quantized::new(buffer, width)
             });
+        let experts = config.mixture.map(|mixture| {
+            let mut next = || buffers.next().expect("one for each field");
+            let (hidden, width) = (config.hidden_size, mixture.intermediate_size);
+            ExpertScratch {
+                normed: Activations::new(next(), hidden),
+                normed_blocks: Quantized::new(next(), hidden),
+                gate: Activations::new(next(), width),
+                up: Activations::new(next(), width),
+                gated_blocks: Quantized::new(next(), width),
+                out: Activations::new(next(), hidden),
+                routing: next(),
+            }
+        });
         let mut next = || each.next().expect("one for each field");
         Scratch {
             hidden: next(),
@@ -162,6 +206,7 @@ impl Scratch {
             attended_blocks,
             gated_blocks,
             final_blocks,
+            experts,
         }
     }
 }

@@ -10,7 +10,7 @@ use std::time::Duration;
 use super::Limits;
 use super::arch;
 use super::config::{ConfigError, GenerationConfig};
-use super::layers::{DeviceLayer, Scratch, device_buffer};
+use super::layers::{DeviceExperts, DeviceLayer, Scratch, device_buffer};
 use super::memory::{
     self, DEFAULT_BLOCK_SIZE, DoesNotFit, DraftMemoryRequest, MAX_IN_FLIGHT, MemoryRequest, Schemes,
 };
@@ -19,9 +19,9 @@ use super::offload::{OffloadBuffers, OffloadError, OffloadLimits};
 use super::rates::Rates;
 use super::rope::RopeSpec;
 use super::self_test::{self, SelfTest, Traits};
-use super::spec::{LayerSpec, ModelSpec, NormWeight, each_once};
+use super::spec::{LayerSpec, Mixture, ModelSpec, NormWeight, each_once};
 use super::step::Frame;
-use super::tensors::{Biases, Inputs, Layer, Projections, TensorSpec};
+use super::tensors::{Biases, Inputs, Layer, Norms, Projections, Role, RouterTensors, TensorSpec};
 use super::weights::{Weights, WeightsError};
 use crate::checkpoint::{Checkpoint, CheckpointError, LayerValues, Manifest, ModelFiles, Tensor};
 use crate::gpu::placement::{self, Class, MemoryKind, Plan};
@@ -29,7 +29,7 @@ use crate::gpu::residency::{self, Residency};
 use crate::gpu::{Arena, Buffer, CommandBuffer, Device, GpuError, Uploader};
 use crate::kernels::{
     Attention, AttentionBy, AttentionShape, Embedding, History, Kernels, KvCache, MAX_GROUP, Matrices,
-    Matrix, RmsNorm, Tiles, UploadError, Wants,
+    Matrix, RmsNorm, Router, Tiles, UploadError, Wants,
 };
 use crate::tensor::{KvDtype, Precision, QuantizeMode, Scheme};
 
@@ -304,6 +304,9 @@ fn place(
 
 /// Whether a model with the config `draft` can be the draft model of `model`. The error says why not.
 pub fn check_draft(model: &ModelSpec, draft: &ModelSpec) -> Result<(), String> {
+    if draft.mixture.is_some() {
+        return Err("it has experts: a mixture of experts cannot be a draft".into());
+    }
     match (model.window(), draft.window()) {
         (None, Some(draft)) => Err(format!(
             "its layers see a window of {draft} tokens, and the model has no such layers, so no blocks for them: it \
@@ -466,7 +469,9 @@ impl<'a> Load<'a> {
             let biases = tensors.biases.zip(specs.biases.as_ref());
             let biases = biases.try_map(|(tensor, spec)| self.vector(source, tensor, spec, 0.0))?;
             let scalars = tensors.scalars.try_map(|tensor| self.number(source, &tensor))?;
-            of_layers.push(Layer { projections, norms, biases, scalars });
+            let router = tensors.router.zip(specs.router.as_ref());
+            let router = router.try_map(|(tensor, spec)| self.vector(source, tensor, spec, 0.0))?;
+            of_layers.push(Layer { projections, norms, biases, scalars, router });
         }
         self.read_queued(checkpoint)?;
         let tokens = self.request.batch_tokens();
@@ -513,7 +518,7 @@ impl<'a> Load<'a> {
         let pools = memory::pools_of_layers(config, &limits.kv.pools);
         let loaded = of_layers.into_iter().zip(moments).zip(&config.layers).zip(pools);
         for (i, (((of_layer, moments), spec), pool)) in loaded.enumerate() {
-            let Layer { projections, norms, biases, scalars } = of_layer;
+            let Layer { projections, norms, biases, scalars, router } = of_layer;
             let bytes = memory::kv_pool_bytes(&spec.heads, options.kv, &limits.kv, pool);
             let mut half = |what: &str| {
                 arena.alloc(MemoryKind::Device, Class::KvCache, bytes, &format!("layer {i} {what} cache"))
@@ -534,7 +539,21 @@ impl<'a> Load<'a> {
             let wants = input_forms(&kernels, &projections);
             let scale = scalars.layer_scalar.unwrap_or(1.0);
             let scratch = scratch.with_heads(&spec.heads);
-            layers.push(DeviceLayer { pool, attention, projections, norms, scale, scratch, wants, moments });
+            let experts = config
+                .mixture
+                .as_ref()
+                .and_then(|mixture| device_experts(&kernels, mixture, (&projections, &norms), router));
+            layers.push(DeviceLayer {
+                pool,
+                attention,
+                projections,
+                norms,
+                scale,
+                experts,
+                scratch,
+                wants,
+                moments,
+            });
         }
 
         let frames = (0..MAX_IN_FLIGHT)
@@ -543,16 +562,21 @@ impl<'a> Load<'a> {
         let bytes = self_test::result_bytes(&heads);
         let results = arena.alloc(MemoryKind::Readback, Class::Staging, bytes, "results of the self-test")?;
         let gated = layers.iter().zip(&schemes.layers).filter_map(|(layer, schemes)| {
-            (schemes.gate_proj == schemes.up_proj).then_some((schemes.gate_proj, layer.wants.down))
+            let scheme = schemes.gate_proj.filter(|scheme| schemes.up_proj == Some(*scheme))?;
+            Some((scheme, layer.wants.down?))
         });
         let traits = Traits {
             layers: config.layer_kind(),
             heads,
             schemes: distinct,
             gated: each_once(gated),
-            normed: each_once(layers.iter().flat_map(|layer| [layer.wants.qkv, layer.wants.gate_up])),
+            normed: each_once(
+                layers
+                    .iter()
+                    .flat_map(|layer| [layer.wants.qkv].into_iter().chain(layer.feed_forward_wants())),
+            ),
             attended: each_once(layers.iter().map(|layer| layer.wants.output)),
-            activated: each_once(layers.iter().map(|layer| layer.wants.down)),
+            activated: each_once(layers.iter().filter_map(|layer| layer.wants.down)),
             last: kernels.wants([lm_head.as_ref().unwrap_or(embedding.matrix())]),
             has_softcap: config.final_logit_softcap.is_some(),
         };
@@ -607,7 +631,7 @@ impl<'a> Load<'a> {
         let row_bytes = tensor.stored_bytes() / tensor.rows() as u64;
         let each =
             &mut |rows| progress(Progress::Weights { done: before + rows as u64 * row_bytes, total: *total });
-        let max_shard_bytes = request.max_shard_bytes;
+        let max_shard_bytes = if spec.role == Role::Experts { u64::MAX } else { request.max_shard_bytes };
         let matrix = Matrix::upload(arena, uploader, &tensor, scheme, spec.class, max_shard_bytes, each)?;
         self.queued.push(tensor);
         if self.queued_bytes() >= READ_TOGETHER_BYTES {
@@ -696,13 +720,33 @@ fn attention_shape(spec: &LayerSpec, limits: &Limits) -> AttentionShape {
 
 /// The form in which each group of a layer's matrices takes its input.
 fn input_forms(kernels: &Kernels, projections: &Projections<Matrix>) -> Inputs<Wants> {
-    let Projections { q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj } = projections;
+    let Projections { q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj, .. } = projections;
     Inputs {
         qkv: kernels.wants([q_proj, k_proj].into_iter().chain(v_proj)),
         output: kernels.wants([o_proj]),
-        gate_up: kernels.wants([gate_proj, up_proj]),
-        down: kernels.wants([down_proj]),
+        gate_up: gate_proj.is_some().then(|| kernels.wants(gate_proj.iter().chain(up_proj))),
+        down: down_proj.as_ref().map(|down_proj| kernels.wants([down_proj])),
     }
+}
+
+/// The router of a layer with experts. Without factors of its own, its input is that of the experts.
+fn device_experts(
+    kernels: &Kernels,
+    mixture: &Mixture,
+    (projections, norms): (&Projections<Matrix>, &Norms<RmsNorm>),
+    router: RouterTensors<Buffer>,
+) -> Option<DeviceExperts> {
+    let Projections { expert_gate_proj, expert_up_proj, expert_down_proj, .. } = projections;
+    let RouterTensors { proj, scale, per_expert_scale } = router;
+    let shared = &norms.pre_feedforward_layernorm;
+    let router = Router {
+        matrix: proj?,
+        norm: RmsNorm { weight: scale.unwrap_or_else(|| shared.weight.clone()), eps: shared.eps },
+        factor: mixture.router_factor,
+        scales: per_expert_scale,
+    };
+    let inputs = kernels.wants(expert_gate_proj.iter().chain(expert_up_proj));
+    Some(DeviceExperts { router, wants: [inputs, kernels.wants(expert_down_proj)] })
 }
 
 /// The matrices that kernels must be able to multiply by.
@@ -717,10 +761,21 @@ fn matrices_of(config: &ModelSpec, schemes: &Schemes, options: &LoadOptions) -> 
         ..Matrices::default()
     };
     for layer in &schemes.layers {
-        matrices.products.extend(layer.iter());
-        matrices.gated.extend([layer.gate_proj, layer.up_proj]);
+        let Projections { gate_proj, up_proj, expert_gate_proj, expert_up_proj, expert_down_proj, .. } =
+            layer;
+        let of_experts = [expert_gate_proj, expert_up_proj, expert_down_proj];
+        matrices.experts.extend(of_experts.into_iter().flatten());
+        matrices.products.extend(dense_of(layer));
+        matrices.gated.extend(gate_proj.iter().chain(up_proj));
     }
     matrices
+}
+
+/// The schemes of a layer's matrices apart from those of experts.
+fn dense_of(layer: &Projections<Scheme>) -> impl Iterator<Item = &Scheme> {
+    let Projections { q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj, .. } = layer;
+    let optional = [v_proj, gate_proj, up_proj, down_proj];
+    [q_proj, k_proj, o_proj].into_iter().chain(optional.into_iter().flatten())
 }
 
 /// Sums of the squares of the inputs of a layer's matrices, for calibration.

@@ -11,16 +11,16 @@ use std::fmt;
 use super::offload::OffloadLimits;
 use super::rope::RopeSpec;
 use super::self_test;
-use super::spec::{AttentionHeads, LayerSpec, ModelSpec, each_once};
-use super::tensors::{Layer, ModelTensors, Projections, TensorSpec};
+use super::spec::{AttentionHeads, LayerSpec, Mixture, ModelSpec, each_once};
+use super::tensors::{Layer, ModelTensors, Projections, Role, TensorSpec};
 use super::weights::Weights;
 use super::{KvLimits, KvPool, Limits, MAX_BIASES, first_seen};
 use crate::checkpoint::{CheckpointError, Tensor};
 use crate::gpu::INDIRECT_BYTES;
 use crate::gpu::placement::{self, Class, Machine, MemoryKind, Plan, Refusal, Request};
 use crate::kernels::{
-    Activations, Bias, Embedding, Heads, Item, LOGPROB_WORDS, Matrix, Quantized, Room, SampleRequest,
-    draw_words, mask_words, partial_width,
+    Activations, Bias, Embedding, Heads, Item, LOGPROB_WORDS, Matrix, Quantized, Room, Routing,
+    SampleRequest, draw_words, mask_words, partial_width,
 };
 use crate::tensor::{KvDtype, QuantizeMode, Scheme};
 
@@ -92,7 +92,10 @@ impl Schemes {
     /// The schemes of a model whose layers all have the same ones: for attention, feed-forward network and embedding.
     pub fn uniform(config: &ModelSpec, attention: Scheme, ffn: Scheme, embedding: Scheme) -> Schemes {
         let layers = config.tensors.layers.iter().map(|layer| {
-            layer.projections.as_ref().map(|spec| if spec.class == Class::Ffn { ffn } else { attention })
+            layer.projections.as_ref().map(|spec| match spec.class {
+                Class::Ffn | Class::Experts => ffn,
+                _ => attention,
+            })
         });
         let lm_head = config.tensors.lm_head.is_some().then_some(embedding);
         Schemes { embedding, lm_head, layers: layers.collect() }
@@ -109,8 +112,18 @@ impl fmt::Display for Schemes {
             names.into_iter().collect::<Vec<_>>().join(" and ")
         };
         let attention = names(|p| [p.q_proj, p.k_proj, p.o_proj].into_iter().chain(p.v_proj).collect());
-        let feed_forward = names(|p| vec![p.gate_proj, p.up_proj, p.down_proj]);
-        write!(f, "attention {attention}, feed-forward {feed_forward}, embedding {}", self.embedding)?;
+        let feed_forward = names(|p| [p.gate_proj, p.up_proj, p.down_proj].into_iter().flatten().collect());
+        let experts = names(|p| {
+            let all = [p.expert_gate_proj, p.expert_up_proj, p.expert_down_proj];
+            all.into_iter().flatten().collect()
+        });
+        write!(f, "attention {attention}")?;
+        for (what, schemes) in [("feed-forward", feed_forward), ("experts", experts)] {
+            if !schemes.is_empty() {
+                write!(f, ", {what} {schemes}")?;
+            }
+        }
+        write!(f, ", embedding {}", self.embedding)?;
         self.lm_head.map_or(Ok(()), |scheme| write!(f, ", head {scheme}"))
     }
 }
@@ -267,8 +280,10 @@ impl<'a> MemoryRequest<'a> {
 
     /// The number of tokens that a step has room for.
     pub fn batch_tokens(&self) -> usize {
-        let layers = self.models().flat_map(|(_, config, _)| &config.tensors.layers);
-        let macs = layers.map(macs_per_token).max();
+        let layers = self.models().flat_map(|(_, config, _)| {
+            config.tensors.layers.iter().map(|layer| macs_per_token(config, layer))
+        });
+        let macs = layers.max();
         let bounded =
             (MAX_LAYER_MACS / macs.expect("a model at least")) as usize / PRODUCT_TOKENS * PRODUCT_TOKENS;
         self.max_batch_tokens.min(bounded.max(MIN_BATCH_TOKENS)).min(self.longest_context())
@@ -360,7 +375,9 @@ impl<'a> MemoryRequest<'a> {
     /// The weights of one of the models, as [`MemoryRequest::requests`] lists them.
     fn weights(&self, c: &ModelSpec, schemes: &Schemes, add: &mut dyn FnMut(Class, u64, String)) {
         let matrix = |spec: &TensorSpec, scheme: Scheme| {
-            Matrix::buffer_bytes(scheme, spec.rows(), spec.cols(), self.max_shard_bytes)
+            // The matrices of experts are one buffer, which kernels find an expert in by its number.
+            let most = if spec.role == Role::Experts { u64::MAX } else { self.max_shard_bytes };
+            Matrix::buffer_bytes(scheme, spec.rows(), spec.cols(), most)
         };
         let specs = &c.tensors;
         let embedding = &specs.embed_tokens;
@@ -387,7 +404,7 @@ impl<'a> MemoryRequest<'a> {
         specs.lm_head.iter().zip(&schemes.lm_head).for_each(|head| add_matrix(head, add));
         for (layer, schemes) in specs.layers.iter().zip(&schemes.layers) {
             layer.projections.iter().zip(schemes.iter()).for_each(|matrix| add_matrix(matrix, add));
-            for spec in layer.norms.iter().chain(layer.biases.iter()) {
+            for spec in layer.norms.iter().chain(layer.biases.iter()).chain(layer.router.iter()) {
                 add(spec.class, vector_bytes(spec), spec.name.clone());
             }
         }
@@ -395,12 +412,16 @@ impl<'a> MemoryRequest<'a> {
 
     /// The activations of a step, each large enough for both models.
     pub(super) fn activation_bytes(&self) -> Vec<(&'static str, u64)> {
-        let of = |config: &ModelSpec| {
+        let of = |config: &'a ModelSpec| {
             let floats = activations(config, self.batch_tokens())
                 .map(|(name, rows, width)| (name, Activations::bytes(rows, width)));
             let blocks = quantized(config, self.batch_tokens())
                 .map(|(name, rows, width)| (name, Quantized::bytes(rows, width)));
-            floats.into_iter().chain(blocks)
+            let of_experts = config
+                .mixture
+                .iter()
+                .flat_map(|mixture| expert_activations(config, mixture, self.batch_tokens()));
+            floats.into_iter().chain(blocks).chain(of_experts)
         };
         let mut largest: Vec<_> = of(self.config).collect();
         for (_, config, _) in self.models() {
@@ -641,6 +662,24 @@ pub(super) fn quantized(c: &ModelSpec, tokens: usize) -> [(&'static str, usize, 
     ]
 }
 
+/// The activations of experts, by name and bytes, in the order of `ExpertScratch`. A draft model has none.
+pub(super) fn expert_activations(
+    c: &ModelSpec,
+    Mixture { experts, intermediate_size, .. }: &Mixture,
+    tokens: usize,
+) -> [(&'static str, u64); 7] {
+    let rows = experts.pair_rows(tokens);
+    [
+        ("experts' input", Activations::bytes(tokens, c.hidden_size)),
+        ("experts' input (int8)", Quantized::bytes(tokens, c.hidden_size)),
+        ("experts' gate", Activations::bytes(rows, *intermediate_size)),
+        ("experts' up", Activations::bytes(rows, *intermediate_size)),
+        ("experts' gated (int8)", Quantized::bytes(rows, *intermediate_size)),
+        ("experts' results", Activations::bytes(rows, c.hidden_size)),
+        ("routing", Routing::bytes(experts.pairs(tokens)).iter().sum()),
+    ]
+}
+
 /// The largest of a size that depends on the heads of a layer.
 fn largest_of_heads(c: &ModelSpec, size: fn(&AttentionHeads) -> usize) -> usize {
     c.layers.iter().map(|layer| size(&layer.heads)).max().expect("a layer at least")
@@ -740,9 +779,10 @@ pub(super) fn projection_macs_per_token(layer: &Layer<TensorSpec>) -> u64 {
     [q_proj, k_proj].into_iter().chain(v_proj).map(TensorSpec::elements).sum()
 }
 
-/// Multiply-adds of a layer's matrices for one token.
-pub(super) fn macs_per_token(layer: &Layer<TensorSpec>) -> u64 {
-    layer.projections.iter().map(TensorSpec::elements).sum()
+/// Multiply-adds of a layer's matrices for one token, which uses some of the experts.
+pub(super) fn macs_per_token(c: &ModelSpec, layer: &Layer<TensorSpec>) -> u64 {
+    let macs = |spec: &TensorSpec| (spec.elements() as f64 * c.share_per_token(spec.role)) as u64;
+    layer.projections.iter().map(macs).sum()
 }
 
 /// The schemes that each mode of `--quantize` gives a checkpoint, by option.

@@ -20,6 +20,7 @@ pub mod memory;
 pub mod offload;
 mod qwen2;
 mod qwen3;
+mod qwen3_moe;
 pub(crate) mod rates;
 pub mod rig;
 pub mod rope;

@@ -442,7 +442,7 @@ impl ModelRunner {
             let window = window.map_or(u64::MAX, |window| window as u64);
             let row = 2 * memory::kv_block_bytes(heads, self.kv, 1);
             Some(LayerWork {
-                weights: memory::macs_per_token(&c.tensors.layers[layer]),
+                weights: memory::macs_per_token(c, &c.tensors.layers[layer]),
                 reading: row * seen(window, true),
                 attention: 2 * heads.q_width() as u64 * seen(window, false),
                 shared: shared(layer, window, row),

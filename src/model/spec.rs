@@ -6,9 +6,10 @@ use serde_json::Value;
 use super::config::{ConfigError, Level, MAX_HEAD_DIM, MAX_HEADS, MAX_INTERMEDIATE};
 use super::rope::RopeSpec;
 use super::runner::KvPool;
-use super::tensors::{Layer, LayerSizes, ModelTensors, TensorSpec};
+use super::tensors::{Layer, LayerSizes, ModelTensors, Role, TensorSpec};
 use crate::checkpoint::gguf::GgufArch;
-use crate::kernels::{HiddenAct, LayerKind, head_dim_multiple};
+use crate::kernels::{Experts, HiddenAct, LayerKind, MAX_EXPERTS, MAX_EXPERTS_PER_TOKEN, head_dim_multiple};
+use crate::tensor::TILE_ROWS;
 
 /// An architecture.
 #[derive(Debug)]
@@ -41,7 +42,9 @@ pub struct ModelSpec {
     /// Number of rows of the embedding; the tokenizer may know fewer ids.
     pub vocab_size: usize,
     pub hidden_size: usize,
+    /// The width of dense feed-forward networks.
     pub intermediate_size: usize,
+    pub mixture: Option<Mixture>,
     /// Factor of attention scores.
     pub score_scale: f64,
     /// Whether values have a norm without weights.
@@ -77,6 +80,28 @@ pub struct LayerSpec {
     pub heads: AttentionHeads,
     /// Whether `k_proj` computes the values too: they are the keys before norm and RoPE.
     pub has_values_of_keys: bool,
+    pub feed_forward: FeedForward,
+}
+
+/// What a layer has after attention.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum FeedForward {
+    /// A network that all tokens use.
+    Dense,
+    /// Experts, of which each token uses a few.
+    Experts,
+    /// Both, side by side. The norms of both results are added.
+    DenseAndExperts,
+}
+
+/// The experts of a model's layers.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Mixture {
+    pub experts: Experts,
+    /// The width of an expert.
+    pub intermediate_size: usize,
+    /// Factor of the router's logits.
+    pub router_factor: f32,
 }
 
 /// The heads of a layer's attention.
@@ -160,6 +185,36 @@ fn check_group(level: &Level, heads: &AttentionHeads) -> Result<(), ConfigError>
     Err(level.error("num_attention_heads", problem))
 }
 
+impl Mixture {
+    /// Checks what the kernels need. `names` are the fields of the number of experts, of the number that a token uses, and
+    /// of their width.
+    pub(super) fn check(
+        self,
+        level: &Level,
+        hidden_size: usize,
+        names: [&str; 3],
+    ) -> Result<Mixture, ConfigError> {
+        let Experts { count, per_token, .. } = self.experts;
+        let [of_count, of_used, of_width] = names;
+        if !(1..=MAX_EXPERTS).contains(&count) {
+            let problem = format!("is {count}; at most {MAX_EXPERTS} experts can be computed");
+            return Err(level.error(of_count, problem));
+        }
+        let most = MAX_EXPERTS_PER_TOKEN.min(count);
+        if !(1..=most).contains(&per_token) {
+            return Err(level.error(of_used, format!("is {per_token}; expected 1 to {most}")));
+        }
+        for (name, size) in [(of_width, self.intermediate_size), ("hidden_size", hidden_size)] {
+            if !size.is_multiple_of(TILE_ROWS) {
+                let problem =
+                    format!("is {size}; expected a multiple of {TILE_ROWS} in a mixture of experts");
+                return Err(level.error(name, problem));
+            }
+        }
+        Ok(self)
+    }
+}
+
 /// What the layers of a group have in common. One pool has the KV blocks of a group's layers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct KvGroup {
@@ -176,6 +231,8 @@ impl LayerSpec {
             kv_width: self.heads.kv_width(),
             head_dim: self.heads.head_dim,
             has_v_proj: !self.has_values_of_keys,
+            has_mlp: self.feed_forward != FeedForward::Experts,
+            has_experts: self.feed_forward != FeedForward::Dense,
         }
     }
 
@@ -203,6 +260,7 @@ impl ModelSpec {
             has_qk_norms: norms.q_norm.is_some(),
             has_biases: biases.q_proj.is_some(),
             has_value_norm: self.has_value_norm,
+            experts: self.mixture.map(|mixture| mixture.experts),
         }
     }
 
@@ -214,6 +272,14 @@ impl ModelSpec {
     /// The largest number of positions that layers with a window see; `None` if no layer has a window.
     pub fn window(&self) -> Option<usize> {
         self.layers.iter().filter_map(|layer| layer.window).max()
+    }
+
+    /// The part of the elements of a tensor that one token multiplies: experts are used in part.
+    pub fn share_per_token(&self, role: Role) -> f64 {
+        match (role, self.mixture) {
+            (Role::Experts, Some(Mixture { experts, .. })) => experts.per_token as f64 / experts.count as f64,
+            _ => 1.0,
+        }
     }
 
     /// The heads of the first layer.

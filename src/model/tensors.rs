@@ -11,9 +11,9 @@ use crate::gpu::placement::Class;
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TensorSpec {
     /// The Hugging Face name without the prefix of the language model and without `.weight` or `.bias`, such as
-    /// `layers.3.self_attn.q_proj`. The name of a [`Role::Scalar`] has no such ending.
+    /// `layers.3.self_attn.q_proj`. The name of [`Role::Factors`] has no such ending.
     pub name: String,
-    /// `[out, in]` of a matrix, `[n]` of another tensor.
+    /// `[out, in]` of a matrix, `[experts, out, in]` of the matrices of all experts, `[n]` of another tensor.
     pub shape: Vec<usize>,
     /// The shape in the words of `config.json`.
     pub shape_in_config: &'static str,
@@ -36,8 +36,12 @@ pub enum Role {
     Norm,
     /// The bias of a projection.
     Bias,
-    /// A number that the result of a layer is multiplied by.
-    Scalar,
+    /// The matrices of all experts, which multiply the activations of the tokens that chose them.
+    Experts,
+    /// The matrix of a router.
+    Router,
+    /// Factors whose name has no ending: of the result of a layer, of a router's input, of the results of experts.
+    Factors,
 }
 
 /// The matrices of a layer that multiply the same activations.
@@ -53,7 +57,7 @@ impl TensorSpec {
     /// The name without the prefix of the language model, such as `layers.3.self_attn.q_proj.weight`.
     pub fn stored_name(&self) -> String {
         match self.role {
-            Role::Scalar => self.name.clone(),
+            Role::Factors => self.name.clone(),
             Role::Bias => format!("{}.bias", self.name),
             _ => format!("{}.weight", self.name),
         }
@@ -69,13 +73,15 @@ impl TensorSpec {
         self.shape.iter().map(|n| *n as u64).product()
     }
 
+    /// Rows of a matrix, or of the matrices of all experts.
     pub fn rows(&self) -> usize {
-        self.shape[0]
+        self.shape[..self.shape.len() - 1].iter().product()
     }
 
     /// Columns of a matrix. Panics for other tensors.
     pub fn cols(&self) -> usize {
-        self.shape[1]
+        assert!(self.shape.len() > 1, "{} has no columns", self.name);
+        self.shape[self.shape.len() - 1]
     }
 }
 
@@ -156,21 +162,26 @@ macro_rules! one_value_each {
 }
 
 one_value_each! {
-    /// One value for each matrix of a layer. Without `v_proj`, the values are what `k_proj` computes.
+    /// One value for each matrix of a layer, and for the matrices of all its experts. Without `v_proj`, the values are
+    /// what `k_proj` computes. A layer has a dense feed-forward network, experts, or both.
     Projections {
         q_proj: Always,
         k_proj: Always,
         v_proj: Optional,
         o_proj: Always,
-        gate_proj: Always,
-        up_proj: Always,
-        down_proj: Always,
+        gate_proj: Optional,
+        up_proj: Optional,
+        down_proj: Optional,
+        expert_gate_proj: Optional,
+        expert_up_proj: Optional,
+        expert_down_proj: Optional,
     }
 }
 
 one_value_each! {
     /// One value for each norm of a layer. [`Norms::pre_feedforward_layernorm`] is the norm before the feed-forward
-    /// network, which architectures without the optional norms store as `post_attention_layernorm`.
+    /// network, which architectures without the optional norms store as `post_attention_layernorm`. Layers with experts
+    /// and a dense network may have norms of their own for both results, and one before the experts.
     Norms {
         input_layernorm: Always,
         post_attention_layernorm: Optional,
@@ -178,7 +189,16 @@ one_value_each! {
         post_feedforward_layernorm: Optional,
         q_norm: Optional,
         k_norm: Optional,
+        post_feedforward_layernorm_1: Optional,
+        pre_feedforward_layernorm_2: Optional,
+        post_feedforward_layernorm_2: Optional,
     }
+}
+
+one_value_each! {
+    /// One value for each tensor of a layer's router: its matrix, the factors of its input, and those of the results of
+    /// experts.
+    RouterTensors { proj: Optional, scale: Optional, per_expert_scale: Optional }
 }
 
 one_value_each! {
@@ -192,8 +212,8 @@ one_value_each! {
 }
 
 one_value_each! {
-    /// One value for each group of matrices that have the same input.
-    Inputs { qkv: Always, output: Always, gate_up: Always, down: Always }
+    /// One value for each group of matrices that have the same input, without experts.
+    Inputs { qkv: Always, output: Always, gate_up: Optional, down: Optional }
 }
 
 impl<T> Index<InputGroup> for Inputs<T> {
@@ -203,19 +223,20 @@ impl<T> Index<InputGroup> for Inputs<T> {
         match group {
             InputGroup::Qkv => &self.qkv,
             InputGroup::Output => &self.output,
-            InputGroup::GateUp => &self.gate_up,
-            InputGroup::Down => &self.down,
+            InputGroup::GateUp => self.gate_up.as_ref().expect("a dense feed-forward network"),
+            InputGroup::Down => self.down.as_ref().expect("a dense feed-forward network"),
         }
     }
 }
 
-/// One value for each tensor of a layer. Norms, biases and numbers may have other types than matrices.
+/// One value for each tensor of a layer. Norms, biases, numbers and routers may have other types than matrices.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct Layer<M, N = M, B = N, S = N> {
+pub struct Layer<M, N = M, B = N, S = N, R = B> {
     pub projections: Projections<M>,
     pub norms: Norms<N>,
     pub biases: Biases<B>,
     pub scalars: Scalars<S>,
+    pub router: RouterTensors<R>,
 }
 
 impl<T> Layer<T> {
@@ -224,7 +245,8 @@ impl<T> Layer<T> {
             projections: self.projections.map(&mut f),
             norms: self.norms.map(&mut f),
             biases: self.biases.map(&mut f),
-            scalars: self.scalars.map(f),
+            scalars: self.scalars.map(&mut f),
+            router: self.router.map(f),
         }
     }
 
@@ -234,6 +256,7 @@ impl<T> Layer<T> {
             norms: self.norms.zip(other.norms),
             biases: self.biases.zip(other.biases),
             scalars: self.scalars.zip(other.scalars),
+            router: self.router.zip(other.router),
         }
     }
 
@@ -243,13 +266,14 @@ impl<T> Layer<T> {
             norms: self.norms.as_ref(),
             biases: self.biases.as_ref(),
             scalars: self.scalars.as_ref(),
+            router: self.router.as_ref(),
         }
     }
 
-    /// The values of the matrices, then those of the norms, of the biases and of the numbers.
+    /// The values of the matrices, then those of the norms, of the biases, of the numbers and of the router.
     pub fn iter(&self) -> impl Iterator<Item = &T> {
         let vectors = self.norms.iter().chain(self.biases.iter());
-        self.projections.iter().chain(vectors).chain(self.scalars.iter())
+        self.projections.iter().chain(vectors).chain(self.scalars.iter()).chain(self.router.iter())
     }
 }
 
@@ -259,13 +283,14 @@ impl Projections<TensorSpec> {
         Inputs {
             qkv: self.q_proj.cols(),
             output: self.o_proj.cols(),
-            gate_up: self.gate_proj.cols(),
-            down: self.down_proj.cols(),
+            gate_up: self.gate_proj.as_ref().map(TensorSpec::cols),
+            down: self.down_proj.as_ref().map(TensorSpec::cols),
         }
     }
 }
 
-/// The names of a tensor of a layer in both kinds of checkpoints, without `.weight` or `.bias`.
+/// The names of a tensor of a layer in both kinds of checkpoints, without `.weight` or `.bias`. Factors have the whole
+/// name.
 pub(super) struct Names {
     pub hugging_face: &'static str,
     pub gguf: &'static str,
@@ -280,12 +305,15 @@ impl Names {
 impl Layer<Names> {
     /// The Hugging Face name of a tensor of a GGUF file, whose name there ends with `what`.
     pub fn of_gguf(&self, name: &str, what: &str) -> Option<String> {
-        let Layer { projections, norms, biases, scalars } = self;
-        if let Some(number) = scalars.iter().find(|names| names.gguf == name) {
-            return Some(number.hugging_face.to_owned());
+        let Layer { projections, norms, biases, scalars, router } = self;
+        let factors = scalars.iter().chain(&router.scale).chain(&router.per_expert_scale);
+        let whole = format!("{name}.{what}");
+        if let Some(names) = factors.into_iter().find(|names| names.gguf == whole) {
+            return Some(names.hugging_face.to_owned());
         }
         let vectors = norms.iter().chain(biases.iter());
-        let names = projections.iter().chain(vectors).find(|names| names.gguf == name)?;
+        let matrices = projections.iter().chain(&router.proj);
+        let names = matrices.chain(vectors).find(|names| names.gguf == name)?;
         Some(format!("{}.{what}", names.hugging_face))
     }
 }
@@ -299,6 +327,9 @@ pub(super) struct LayerSizes {
     pub head_dim: usize,
     /// Whether the layer has a matrix for values.
     pub has_v_proj: bool,
+    /// Whether the layer has a dense feed-forward network, and whether it has experts.
+    pub has_mlp: bool,
+    pub has_experts: bool,
 }
 
 /// The sizes of a model, apart from the attention of its layers.
@@ -307,6 +338,8 @@ pub(super) struct Sizes {
     pub hidden_size: usize,
     pub intermediate_size: usize,
     pub tie_word_embeddings: bool,
+    /// The number of experts of a layer, and the width of each; (0, 0) without experts.
+    pub experts: (usize, usize),
 }
 
 impl ModelTensors<TensorSpec> {
@@ -344,19 +377,36 @@ impl Layer<TensorSpec> {
         const Q_ROWS: &str = "num_attention_heads * head_dim, hidden_size";
         const KV_ROWS: &str = "num_key_value_heads * head_dim, hidden_size";
         const FFN_ROWS: &str = "intermediate_size, hidden_size";
-        let &Sizes { hidden_size: hidden, intermediate_size: ffn, .. } = sizes;
-        let LayerSizes { q_width: q, kv_width: kv, head_dim, has_v_proj } = own;
+        let &Sizes { hidden_size: hidden, intermediate_size: ffn, experts: (experts, expert_ffn), .. } =
+            sizes;
+        let LayerSizes { q_width: q, kv_width: kv, head_dim, has_v_proj, has_mlp, has_experts } = own;
         let matrix = |rows, cols, shape_in_config, input, class| {
             (vec![rows, cols], shape_in_config, Role::Projection(input), class)
         };
         let vector = |n, shape_in_config, role| (vec![n], shape_in_config, role, Class::Norms);
         let norm = |n, shape_in_config| vector(n, shape_in_config, Role::Norm);
         let bias = |n, shape_in_config| vector(n, shape_in_config, Role::Bias);
+        let of_experts = |rows, cols, shape_in_config| {
+            (vec![experts, rows, cols], shape_in_config, Role::Experts, Class::Experts)
+        };
+        let factors = |n, shape_in_config| vector(n, shape_in_config, Role::Factors);
         let mut names = names.as_ref();
         if !has_v_proj {
             names.projections.v_proj = None;
         }
-        let Layer { projections, norms: has, biases, scalars } = &names;
+        if !has_mlp {
+            let Projections { gate_proj, up_proj, down_proj, .. } = &mut names.projections;
+            [gate_proj, up_proj, down_proj].into_iter().for_each(|name| *name = None);
+        }
+        if !has_experts {
+            let Projections { expert_gate_proj, expert_up_proj, expert_down_proj, .. } =
+                &mut names.projections;
+            let of_experts = [expert_gate_proj, expert_up_proj, expert_down_proj];
+            of_experts.into_iter().for_each(|name| *name = None);
+            names.router = RouterTensors { proj: None, scale: None, per_expert_scale: None };
+        }
+        let Layer { projections, norms: has, biases, scalars, router } = &names;
+        const EXPERT_ROWS: &str = "num_experts, moe_intermediate_size, hidden_size";
         let shapes = Layer {
             projections: Projections {
                 q_proj: matrix(q, hidden, Q_ROWS, Qkv, Class::Attention),
@@ -369,9 +419,20 @@ impl Layer<TensorSpec> {
                     Output,
                     Class::Attention,
                 ),
-                gate_proj: matrix(ffn, hidden, FFN_ROWS, GateUp, Class::Ffn),
-                up_proj: matrix(ffn, hidden, FFN_ROWS, GateUp, Class::Ffn),
-                down_proj: matrix(hidden, ffn, "hidden_size, intermediate_size", Down, Class::Ffn),
+                gate_proj: projections.gate_proj.map(|_| matrix(ffn, hidden, FFN_ROWS, GateUp, Class::Ffn)),
+                up_proj: projections.up_proj.map(|_| matrix(ffn, hidden, FFN_ROWS, GateUp, Class::Ffn)),
+                down_proj: projections
+                    .down_proj
+                    .map(|_| matrix(hidden, ffn, "hidden_size, intermediate_size", Down, Class::Ffn)),
+                expert_gate_proj: projections
+                    .expert_gate_proj
+                    .map(|_| of_experts(expert_ffn, hidden, EXPERT_ROWS)),
+                expert_up_proj: projections
+                    .expert_up_proj
+                    .map(|_| of_experts(expert_ffn, hidden, EXPERT_ROWS)),
+                expert_down_proj: projections.expert_down_proj.map(|_| {
+                    of_experts(hidden, expert_ffn, "num_experts, hidden_size, moe_intermediate_size")
+                }),
             },
             norms: Norms {
                 input_layernorm: norm(hidden, "hidden_size"),
@@ -382,13 +443,29 @@ impl Layer<TensorSpec> {
                     .map(|_| norm(hidden, "hidden_size")),
                 q_norm: has.q_norm.map(|_| norm(head_dim, "head_dim")),
                 k_norm: has.k_norm.map(|_| norm(head_dim, "head_dim")),
+                post_feedforward_layernorm_1: has
+                    .post_feedforward_layernorm_1
+                    .map(|_| norm(hidden, "hidden_size")),
+                pre_feedforward_layernorm_2: has
+                    .pre_feedforward_layernorm_2
+                    .map(|_| norm(hidden, "hidden_size")),
+                post_feedforward_layernorm_2: has
+                    .post_feedforward_layernorm_2
+                    .map(|_| norm(hidden, "hidden_size")),
             },
             biases: Biases {
                 q_proj: biases.q_proj.map(|_| bias(q, "num_attention_heads * head_dim")),
                 k_proj: biases.k_proj.map(|_| bias(kv, "num_key_value_heads * head_dim")),
                 v_proj: biases.v_proj.map(|_| bias(kv, "num_key_value_heads * head_dim")),
             },
-            scalars: Scalars { layer_scalar: scalars.layer_scalar.map(|_| vector(1, "1", Role::Scalar)) },
+            scalars: Scalars { layer_scalar: scalars.layer_scalar.map(|_| factors(1, "1")) },
+            router: RouterTensors {
+                proj: router
+                    .proj
+                    .map(|_| (vec![experts, hidden], "num_experts, hidden_size", Role::Router, Class::Norms)),
+                scale: router.scale.map(|_| factors(hidden, "hidden_size")),
+                per_expert_scale: router.per_expert_scale.map(|_| factors(experts, "num_experts")),
+            },
         };
         names.zip(shapes).map(|(names, (shape, shape_in_config, role, class))| TensorSpec {
             name: format!("layers.{layer}.{}", names.hugging_face),

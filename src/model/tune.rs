@@ -55,12 +55,15 @@ impl Trial {
         let of = |kind, (spec, scheme): (&TensorSpec, Scheme)| (kind, scheme, [spec.rows(), spec.cols()]);
         let mut all = vec![of(ProductKind::Head, (config.head(), schemes.head()))];
         for (specs, schemes) in config.tensors.layers.iter().zip(&schemes.layers) {
-            let Projections { q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj } =
+            // Lanes compute the products of experts, in the way that was counted.
+            let Projections { q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj, .. } =
                 specs.projections.as_ref().zip(*schemes);
-            let is_pair = gate_proj.1 == up_proj.1;
-            let pair = if is_pair { ProductKind::Gated } else { ProductKind::Plain };
-            all.extend([gate_proj, up_proj].map(|one| of(pair, one)));
-            let others = [q_proj, k_proj, o_proj, down_proj].into_iter().chain(v_proj);
+            let pair = match (gate_proj, up_proj) {
+                (Some(gate), Some(up)) if gate.1 == up.1 => ProductKind::Gated,
+                _ => ProductKind::Plain,
+            };
+            all.extend(gate_proj.into_iter().chain(up_proj).map(|one| of(pair, one)));
+            let others = [q_proj, k_proj, o_proj].into_iter().chain(v_proj).chain(down_proj);
             all.extend(others.map(|one| of(ProductKind::Plain, one)));
         }
         all.retain(|(_, scheme, _)| Precision::Fast.quantizes(*scheme));

@@ -12,11 +12,11 @@
 
 use rayon::prelude::*;
 
-use super::spec::{LayerSpec, ModelSpec, NormWeight};
+use super::spec::{LayerSpec, Mixture, ModelSpec, NormWeight};
 use super::tensors::{Layer, Norms, Projections};
 use super::weights::Weights;
 use crate::checkpoint::{Checkpoint, CheckpointError, Deviation, Expected, LayerValues, Tensor};
-use crate::kernels::HiddenAct;
+use crate::kernels::{Experts, HiddenAct};
 use crate::tensor::Precision;
 
 /// The most tokens of the prompt.
@@ -126,21 +126,115 @@ impl Twin<'_> {
         let result = self.product(&projections.o_proj, &attended)?;
         add(hidden, &self.post_normed(result, norms.post_attention_layernorm.as_ref())?);
         let normed = self.normed(hidden, &norms.pre_feedforward_layernorm)?;
-        let mut gate = self.product(&projections.gate_proj, &normed)?;
-        let up = self.product(&projections.up_proj, &normed)?;
-        for (gate, up) in gate.iter_mut().flatten().zip(up.iter().flatten()) {
-            *gate = match self.config.hidden_act {
-                HiddenAct::GeluTanh => gelu(*gate) * up,
-                HiddenAct::Silu => *gate / (1.0 + (-*gate).exp()) * up,
-            };
+        let mut result = match [&projections.gate_proj, &projections.up_proj, &projections.down_proj] {
+            [Some(gate_proj), Some(up_proj), Some(down_proj)] => {
+                let gate = self.product(gate_proj, &normed)?;
+                let up = self.product(up_proj, &normed)?;
+                self.product(down_proj, &self.gated(gate, &up))?
+            }
+            _ => vec![vec![0.0; self.config.hidden_size]; hidden.len()],
+        };
+        if let Some(mixture) = self.config.mixture.filter(|_| layer.router.proj.is_some()) {
+            result = self.post_normed(result, norms.post_feedforward_layernorm_1.as_ref())?;
+            let sum = self.experts(layer, &mixture, hidden, &normed)?;
+            add(&mut result, &self.post_normed(sum, norms.post_feedforward_layernorm_2.as_ref())?);
         }
-        let result = self.product(&projections.down_proj, &gate)?;
         add(hidden, &self.post_normed(result, norms.post_feedforward_layernorm.as_ref())?);
         if let Some(scalar) = &layer.scalars.layer_scalar {
             let scalar = f64::from(self.checkpoint.read_f32(scalar)?[0]);
             hidden.iter_mut().flatten().for_each(|x| *x *= scalar);
         }
         Ok(())
+    }
+
+    /// Activated gate products times up products.
+    fn gated(&self, mut gate: Vec<Vec<f64>>, up: &[Vec<f64>]) -> Vec<Vec<f64>> {
+        for (gate, up) in gate.iter_mut().flatten().zip(up.iter().flatten()) {
+            *gate = match self.config.hidden_act {
+                HiddenAct::GeluTanh => gelu(*gate) * up,
+                HiddenAct::Silu => *gate / (1.0 + (-*gate).exp()) * up,
+            };
+        }
+        gate
+    }
+
+    /// The weighted sums of the experts of each row. Both passes use the experts that the exact one chooses: an expert that
+    /// a rounding changes is no error of a device.
+    fn experts(
+        &self,
+        layer: &Layer<Tensor<'_>>,
+        mixture: &Mixture,
+        hidden: &[Vec<f64>],
+        normed: &[Vec<f64>],
+    ) -> Result<Vec<Vec<f64>>, CheckpointError> {
+        let Layer { projections, norms, router, .. } = layer;
+        let Projections { expert_gate_proj, expert_up_proj, expert_down_proj, .. } = projections;
+        let [Some(gate_proj), Some(up_proj), Some(down_proj), Some(proj)] =
+            [expert_gate_proj, expert_up_proj, expert_down_proj, &router.proj]
+        else {
+            unreachable!("a layer with a router has experts")
+        };
+        let input = match &router.scale {
+            None => normed.to_vec(),
+            Some(scale) => {
+                let weight: Vec<f64> = self.checkpoint.read_f32(scale)?.into_iter().map(f64::from).collect();
+                let mut input = hidden.to_vec();
+                input.iter_mut().for_each(|row| normalize(row, &weight, self.config.norm_eps.into()));
+                input
+            }
+        };
+        let factor = f64::from(mixture.router_factor);
+        let mut logits = self.product(proj, &input)?;
+        logits.iter_mut().flatten().for_each(|logit| *logit *= factor);
+        let scales =
+            router.per_expert_scale.as_ref().map(|scales| self.checkpoint.read_f32(scales)).transpose()?;
+        let normed = match &norms.pre_feedforward_layernorm_2 {
+            None => normed.to_vec(),
+            Some(norm) => self.normed(hidden, norm)?,
+        };
+        let Experts { count, per_token, renormalizes } = mixture.experts;
+        let (width, out) = (mixture.intermediate_size, self.config.hidden_size);
+        let chosen = |row: usize| -> Vec<(usize, f64)> {
+            let exact = &logits[row % self.tokens];
+            let mut order: Vec<usize> = (0..count).collect();
+            order.sort_by(|a, b| exact[*b].total_cmp(&exact[*a]).then(a.cmp(b)));
+            let most = logits[row].iter().copied().fold(f64::NEG_INFINITY, f64::max);
+            let share = |expert: usize| (logits[row][expert] - most).exp();
+            let chosen = &order[..per_token];
+            let all: f64 = if renormalizes {
+                chosen.iter().map(|expert| share(*expert)).sum()
+            } else {
+                (0..count).map(share).sum()
+            };
+            let weight = |expert: usize| {
+                share(expert) / all * scales.as_ref().map_or(1.0, |scales| scales[expert].into())
+            };
+            chosen.iter().map(|expert| (*expert, weight(*expert))).collect()
+        };
+        let routed: Vec<_> = (0..hidden.len()).map(chosen).collect();
+        let mut sums = vec![vec![0.0; out]; hidden.len()];
+        for expert in 0..count {
+            let users: Vec<usize> = (0..self.tokens)
+                .filter(|row| routed[*row].iter().any(|(chosen, _)| *chosen == expert))
+                .collect();
+            if users.is_empty() {
+                continue;
+            }
+            // The rows of the exact pass, and the same ones of the other pass.
+            let rows: Vec<usize> =
+                users.iter().copied().chain(users.iter().map(|row| row + self.tokens)).collect();
+            let x: Vec<Vec<f64>> = rows.iter().map(|row| normed[*row].clone()).collect();
+            let own = Twin { tokens: users.len(), ..*self };
+            let of_expert = |rows: usize| (expert * rows..(expert + 1) * rows).collect::<Vec<_>>();
+            let gate = own.products(gate_proj, &x, &of_expert(width))?;
+            let up = own.products(up_proj, &x, &of_expert(width))?;
+            let result = own.products(down_proj, &self.gated(gate, &up), &of_expert(out))?;
+            for (row, result) in rows.into_iter().zip(result) {
+                let (_, weight) = routed[row].iter().find(|(chosen, _)| *chosen == expert).expect("a user");
+                sums[row].iter_mut().zip(result).for_each(|(sum, x)| *sum += weight * x);
+            }
+        }
+        Ok(sums)
     }
 
     fn attention(

@@ -93,7 +93,7 @@ fn files_of_a_layer_are_merged_and_vision_tensors_are_skipped() {
     assert_eq!(weights.tensors.embed_tokens.scheme().unwrap(), whole_row(128));
     for layer in &weights.tensors.layers {
         assert_eq!(layer.projections.q_proj.scheme().unwrap(), Scheme::Int8Row);
-        assert_eq!(layer.projections.down_proj.scheme().unwrap(), Scheme::int4(128));
+        assert_eq!(layer.projections.down_proj.unwrap().scheme().unwrap(), Scheme::int4(128));
         assert_eq!(layer.norms.input_layernorm.scheme().unwrap(), whole_row(128));
     }
 }

@@ -81,7 +81,7 @@ fn every_tensor_equals_what_the_packages_unpack() {
         );
         for layer in &weights.tensors.layers {
             assert_eq!(layer.projections.q_proj.scheme().unwrap(), q_proj, "{variant}");
-            assert_eq!(layer.projections.down_proj.scheme().unwrap(), down_proj, "{variant}");
+            assert_eq!(layer.projections.down_proj.unwrap().scheme().unwrap(), down_proj, "{variant}");
         }
         // Every byte belongs to a tensor, except those of parts that describe the layout of the others.
         let size = fs::metadata(folder.join("model.safetensors")).unwrap().len();

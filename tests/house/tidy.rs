@@ -70,12 +70,13 @@ const ARCHITECTURES: [&str; 3] = ["gemma", "mistral", "qwen"];
 
 /// Where the product may name an architecture: its folders, the registry, and the splitting of texts, which files name
 /// after models.
-const ARCHITECTURE_PLACES: [&str; 9] = [
+const ARCHITECTURE_PLACES: [&str; 10] = [
     "src/model/gemma3/",
     "src/model/gemma4/",
     "src/model/llama/",
     "src/model/qwen2/",
     "src/model/qwen3/",
+    "src/model/qwen3_moe/",
     "src/text/family/",
     "src/checkpoint/gguf/byte_level.rs",
     "src/model/arch.rs",

@@ -8,7 +8,7 @@ use serde_json::json;
 use unicorn::gpu::{Class, Device, Recorder};
 use unicorn::kernels::{
     Activations, ActivationsFrom, AttentionBy, AttentionTile, GpuTiles, Kernels, Operand, ProductKind,
-    Quantized, RmsNorm, SubgroupTile, Tiles, Wants, Way, shaders,
+    Quantized, RmsNorm, SubgroupTile, Tiles, Wants, Way,
 };
 use unicorn::model::SamplingParams;
 use unicorn::model::load::LoadOptions;
@@ -17,39 +17,11 @@ use unicorn::tensor::{KvDtype, Precision, QuantizeMode, QuantizedRow, Scales, Sc
 
 use crate::support::goldens::{Goldens, all_logits, drafted};
 use crate::support::kernel_bench::{
-    Bench, STORED, device_with, emulated_tiles, multiplied_by, with_each_body,
+    Bench, Fma, STORED, device_with, emulated_tiles, fma_of, multiplied_by, with_each_body,
 };
 use crate::support::reference::{BLOCK_COLS, QuantizedActivations, divergence, fast_product};
 use crate::support::texts::{Texts, penalties, prompts_of_tiny_a};
 use crate::support::{data, demo, device, goldens, policy, skip, wants_all};
-
-type Fma = fn(f32, f32, f32) -> f32;
-
-fn rounded_twice(a: f32, b: f32, c: f32) -> f32 {
-    a * b + c
-}
-
-/// How the device's driver computes an fma. Some drivers multiply, round, and then add.
-fn fma_of(b: &mut Bench) -> Fma {
-    let (factor, summand) = (1.0 + 2f32.powi(-13), 1.0 / 3.0);
-    let result = b.poisoned(4 * 256);
-    let pipeline = b.device.pipeline(&shaders::PEAK, &[]).unwrap();
-    b.run(|_, r| {
-        let arguments = shaders::Peak { result: &result, rounds: 1, a: factor, b: summand };
-        r.dispatch(&pipeline, &arguments, [1, 1, 1]);
-    });
-    let got = b.download::<f32>(&result, 256);
-    let expected = |fma: Fma| -> Vec<f32> {
-        let chain = |start: f32| (0..4).fold(start, |x, _| fma(x, factor, summand));
-        let sum = |i: usize| (0..8).fold(0f32, |sum, c| sum + chain(i as f32 + c as f32));
-        (0..256).map(sum).map(|s| s + s + s + s).collect()
-    };
-    let modes: [(&str, Fma); 2] = [("fused", f32::mul_add), ("multiplied, then added", rounded_twice)];
-    let (name, fma) =
-        modes.into_iter().find(|(_, fma)| expected(*fma) == got).expect("an fma rounds once or twice");
-    println!("fma: {name}");
-    fma
-}
 
 /// Uploads activations that the CPU reference quantized. The padding is garbage.
 fn upload(b: &mut Bench, rows: &[QuantizedActivations], width: usize) -> Quantized {

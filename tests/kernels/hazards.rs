@@ -8,8 +8,9 @@ use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError};
 
 use unicorn::gpu::{Buffer, Device, DevicePolicy, Need, Order, Recorder, Rehearsal, Shader};
 use unicorn::kernels::{
-    Activations, Attention, AttentionBy, AttentionTile, Heads, History, Kernels, KvCache, LAST_SAMPLED,
-    LOGPROB_WORDS, LayerKind, Operand, Peak, Quantized, RmsNorm, Shares, StepArrays, Tiles, Wants, shaders,
+    Activations, Attention, AttentionBy, AttentionTile, ExpertMatrices, Experts, Heads, History, Kernels,
+    KvCache, LAST_SAMPLED, LOGPROB_WORDS, LayerKind, Operand, PairActivations, Peak, Quantized, RmsNorm,
+    Router, Routing, Shares, StepArrays, Tiles, Wants, shaders,
 };
 use unicorn::model::load::LoadOptions;
 use unicorn::model::{Runner, SamplingParams};
@@ -140,6 +141,9 @@ fn makers() -> Vec<Maker> {
     }
     all.push(Box::new(sums));
     all.push(Box::new(softcap));
+    for (tokens, kernels) in [(1, 1), (3, 2), (1, 3), (3, 3)] {
+        push_each_body(&mut all, move |b| mixture(b, tokens, kernels));
+    }
     // Penalties and log probabilities run with draws and without, because a barrier for one of them hides a missing
     // barrier of another.
     for name in [
@@ -324,6 +328,56 @@ fn softcap(b: &mut Bench) -> Chain {
     Chain::new("soft cap", vec![logits.buffer.clone()], move |k, r| {
         k.rms_norm(r, &x, &norm, &Operand::floats(&logits), rows);
         k.softcap(r, &logits, 0.5, rows);
+    })
+}
+
+/// The router, the groups of pairs, and what the experts compute: the first one, two or all three. With one token, the
+/// router writes the lists that `group_pairs` writes for more.
+fn mixture(b: &mut Bench, tokens: usize, kernels: usize) -> Chain {
+    let (count, hidden, width) = (5, 64, 32);
+    let experts = Experts { count, per_token: 2, renormalizes: true };
+    b.make_experts(experts, Scheme::F32, Precision::F32, b.bodies());
+    let shapes = [(width, hidden), (width, hidden), (hidden, width)];
+    let [gate, up, down] = shapes.map(|(rows, cols)| {
+        let values = b.random(count * rows * cols, 1.0);
+        b.matrix(&values, count * rows, cols, Scheme::F32, u64::MAX)
+    });
+    let (x, matrix) = (b.random(tokens * hidden, 1.0), b.random(count * hidden, 1.0));
+    let norm = RmsNorm { weight: b.upload(&vec![1f32; hidden]), eps: 1e-6 };
+    let router = Router { matrix: b.upload(&matrix), norm: norm.clone(), factor: 1.0, scales: None };
+    let (x, stream) = (b.activations(&x, hidden), b.empty(tokens, hidden));
+    let rows = experts.pair_rows(tokens);
+    let [of_gate, of_up] = [(); 2].map(|()| b.empty(rows, width));
+    let (out, y) = (b.empty(rows, hidden), b.empty(tokens, hidden));
+    let pairs = experts.pairs(tokens);
+    let arrays = b.poisoned(Routing::bytes(pairs).iter().sum::<u64>() as usize);
+    let routing = Routing::new(&arrays, pairs);
+    let words = |buffer: &Buffer, count: usize| buffer.slice(0, 4 * count as u64);
+    let lists =
+        [words(&routing.rows, pairs), words(&routing.positions, pairs), words(&routing.items, 4 * pairs)];
+    let written = match kernels {
+        1 => [words(&routing.experts, pairs), words(&routing.weights, pairs)]
+            .into_iter()
+            .chain(lists)
+            .collect(),
+        2 => [words(&routing.groups, 6)].into_iter().chain(lists).collect(),
+        _ => vec![y.buffer.clone()],
+    };
+    Chain::new(format!("experts of {tokens} tokens, {kernels} kernels"), written, move |k, r| {
+        k.rms_norm(r, &x, &norm, &Operand::floats(&stream), tokens);
+        k.route(r, &stream, &router, &routing, tokens);
+        if kernels == 1 {
+            return;
+        }
+        let matrices = ExpertMatrices { gate: &gate, up: &up, down: &down };
+        k.group_pairs(r, matrices, &routing, tokens);
+        if kernels == 2 {
+            return;
+        }
+        let (input, gated) = (Operand::floats(&stream), Operand::floats(&of_gate));
+        let to = PairActivations { gate: &of_gate, up: &of_up, gated: &gated, out: &out };
+        k.expert_products(r, matrices, &input, &to, &routing, tokens);
+        k.combine(r, &out, &routing, None, &y, tokens);
     })
 }
 
@@ -584,6 +638,7 @@ fn chains_of(shader: &str) -> String {
         "adjust" | "sample" | "logprobs" => "draws",
         "history" => "history",
         "softcap" => "soft cap",
+        "route" | "group" | "combine" => "experts",
         "copy" | "fill" => "copies",
         "qkv" | "attention" => "keys, values",
         "offload" => "offload",

@@ -1,5 +1,6 @@
 //! Kernels alone: against their twins, in any order, and as the target's compiler translates them.
 
+mod experts;
 mod fast;
 mod hazards;
 mod target_compile;

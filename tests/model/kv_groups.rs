@@ -2,7 +2,7 @@
 
 use unicorn::model::KvPool;
 use unicorn::model::arch;
-use unicorn::model::spec::{AttentionHeads, KvGroup, LayerSpec, ModelSpec};
+use unicorn::model::spec::{AttentionHeads, FeedForward, KvGroup, LayerSpec, ModelSpec};
 
 const SMALL: AttentionHeads =
     AttentionHeads { num_attention_heads: 8, num_key_value_heads: 4, head_dim: 256 };
@@ -13,7 +13,13 @@ const LARGE: AttentionHeads =
 fn model(layers: &[(Option<usize>, AttentionHeads)]) -> ModelSpec {
     let layers = layers
         .iter()
-        .map(|&(window, heads)| LayerSpec { window, rope: 0, heads, has_values_of_keys: false })
+        .map(|&(window, heads)| LayerSpec {
+            window,
+            rope: 0,
+            heads,
+            has_values_of_keys: false,
+            feed_forward: FeedForward::Dense,
+        })
         .collect();
     ModelSpec { layers, ..arch::shape("gemma-3-1b").unwrap().spec() }
 }

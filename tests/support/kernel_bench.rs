@@ -13,9 +13,9 @@ use unicorn::gpu::{
     Uploader,
 };
 use unicorn::kernels::{
-    Activations, AttentionBy, AttentionShape, Bias, DrawArrays, Embedding, GpuTiles, Heads, History, Item,
-    Kernels, LOGPROB_WORDS, LayerKind, Logits, Matrices, Matrix, Partials, Quantized, Room, Run,
-    SampleRequest, ShareArrays, Shares, StepArrays, SubgroupTile, Tiles, draw_words, mask_words,
+    Activations, AttentionBy, AttentionShape, Bias, DrawArrays, Embedding, Experts, GpuTiles, Heads, History,
+    Item, Kernels, LOGPROB_WORDS, LayerKind, Logits, Matrices, Matrix, Partials, Quantized, Room, Run,
+    SampleRequest, ShareArrays, Shares, StepArrays, SubgroupTile, Tiles, draw_words, mask_words, shaders,
 };
 use unicorn::tensor::{
     Bits, DType, KvDtype, Precision, QuantizedRow, Scales, Scheme, TILE_ROWS, pack_row, unpack_row,
@@ -133,6 +133,10 @@ impl Bench {
         self.kernels = every_kernel(&self.device, bodies);
     }
 
+    pub fn bodies(&self) -> Tiles {
+        self.bodies
+    }
+
     /// Makes the kernels of such layers. Later calls of [`Bench::make_heads`] make them too.
     pub fn make_layers(&mut self, layers: LayerKind) {
         self.layers = layers;
@@ -165,6 +169,21 @@ impl Bench {
         let (embedding, tiles) = (Some(scheme), Some(tiles));
         let (layers, head) = (self.layers, embedding);
         let matrices = Matrices { layers, gated, embedding, head, tiles, ..Matrices::default() };
+        self.kernels = Kernels::new(&self.device, &matrices, &[HEADS], precision).unwrap();
+    }
+
+    /// Makes the kernels of layers with experts whose matrices have `scheme`, and of plain and gated products.
+    pub fn make_experts(&mut self, experts: Experts, scheme: Scheme, precision: Precision, tiles: Tiles) {
+        let layers = LayerKind { experts: Some(experts), ..self.layers };
+        let all = vec![scheme];
+        let matrices = Matrices {
+            layers,
+            products: all.clone(),
+            gated: all.clone(),
+            experts: all,
+            tiles: Some(tiles),
+            ..Matrices::default()
+        };
         self.kernels = Kernels::new(&self.device, &matrices, &[HEADS], precision).unwrap();
     }
 
@@ -678,4 +697,33 @@ pub fn emulated_tiles(scheme: usize) -> Tiles {
 /// GPU tiles whose products subgroups multiply in `tile`.
 pub fn multiplied_by(tile: SubgroupTile) -> Tiles {
     Tiles::Gpu(GpuTiles::multiplied_by(tile))
+}
+
+/// A fused multiply-add, as a driver computes it.
+pub type Fma = fn(f32, f32, f32) -> f32;
+
+fn rounded_twice(a: f32, b: f32, c: f32) -> f32 {
+    a * b + c
+}
+
+/// How the device's driver computes an fma. Some drivers multiply, round, and then add.
+pub fn fma_of(b: &mut Bench) -> Fma {
+    let (factor, summand) = (1.0 + 2f32.powi(-13), 1.0 / 3.0);
+    let result = b.poisoned(4 * 256);
+    let pipeline = b.device.pipeline(&shaders::PEAK, &[]).unwrap();
+    b.run(|_, r| {
+        let arguments = shaders::Peak { result: &result, rounds: 1, a: factor, b: summand };
+        r.dispatch(&pipeline, &arguments, [1, 1, 1]);
+    });
+    let got = b.download::<f32>(&result, 256);
+    let expected = |fma: Fma| -> Vec<f32> {
+        let chain = |start: f32| (0..4).fold(start, |x, _| fma(x, factor, summand));
+        let sum = |i: usize| (0..8).fold(0f32, |sum, c| sum + chain(i as f32 + c as f32));
+        (0..256).map(sum).map(|s| s + s + s + s).collect()
+    };
+    let modes: [(&str, Fma); 2] = [("fused", f32::mul_add), ("multiplied, then added", rounded_twice)];
+    let (name, fma) =
+        modes.into_iter().find(|(_, fma)| expected(*fma) == got).expect("an fma rounds once or twice");
+    println!("fma: {name}");
+    fma
 }

@@ -105,7 +105,8 @@ fn token<'a>(metadata: &Metadata<'a>, id: u64) -> Result<Option<&'a str>, Header
 /// The parts of the name of a layer's tensor: 3, `attn_q` and `weight` of `blk.3.attn_q.weight`.
 pub(super) fn layer_part(name: &str) -> Option<(u32, &str, &str)> {
     let (layer, rest) = name.strip_prefix("blk.")?.split_once('.')?;
-    let (part, what) = rest.rsplit_once('.').filter(|(_, what)| ["weight", "bias"].contains(what))?;
+    let (part, what) =
+        rest.rsplit_once('.').filter(|(_, what)| ["weight", "bias", "scale"].contains(what))?;
     let layer = layer.parse().ok().filter(|n: &u32| n.to_string() == layer)?;
     Some((layer, part, what))
 }

@@ -65,15 +65,15 @@ impl PaperModel {
         let specs = config.tensors.clone();
         let scheme = |spec: &TensorSpec| match spec.role {
             Role::Embedding | Role::Head => Some(types.embedding),
-            Role::Projection(_) => Some(types.projections),
-            Role::Norm | Role::Bias | Role::Scalar => None,
+            Role::Projection(_) | Role::Experts => Some(types.projections),
+            Role::Norm | Role::Bias | Role::Router | Role::Factors => None,
         };
         let sizes = |spec: &TensorSpec| match scheme(spec) {
             Some(scheme) => (
                 scheme.block_bytes(spec.rows(), spec.cols()) as usize,
                 scheme.scale_bytes(spec.rows(), spec.cols()) as usize,
             ),
-            None => (4 * spec.rows(), 0),
+            None => (4 * spec.elements() as usize, 0),
         };
         // All tensors share the same bytes. The contents of matrices are never read, so they need no memory.
         let zeros = vec![0u8; specs.iter().map(|spec| sizes(spec).0).max().expect("some tensors")];

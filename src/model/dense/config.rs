@@ -11,7 +11,7 @@ use crate::model::config::{
     TokenIds,
 };
 use crate::model::rope::{self, RopeSpec};
-use crate::model::spec::{Arch, AttentionHeads, LayerSpec, ModelSpec, NormWeight};
+use crate::model::spec::{Arch, AttentionHeads, FeedForward, LayerSpec, Mixture, ModelSpec, NormWeight};
 use crate::model::tensors::{Layer, ModelTensors, Names, Sizes};
 
 /// What distinguishes a class of models from the others.
@@ -20,7 +20,13 @@ pub(in crate::model) struct Dense {
     pub defaults: Defaults,
     /// The window of every layer, from the config.
     pub window: fn(&Level) -> Result<Option<usize>, ConfigError>,
+    /// The experts, and what each layer has after attention, from the config, the hidden size and the number of layers;
+    /// `None` = dense layers.
+    pub mixture: Option<ReadMixture>,
 }
+
+pub(in crate::model) type ReadMixture =
+    fn(&Level, usize, usize) -> Result<(Mixture, Vec<FeedForward>), ConfigError>;
 
 /// The values of the published class for fields that a config omits.
 pub(in crate::model) struct Defaults {
@@ -57,7 +63,7 @@ pub(in crate::model) fn read(
     file_name: &str,
 ) -> Result<ModelSpec, ConfigError> {
     let level = Level::root(config, file_name)?;
-    let Dense { names, defaults, window } = dense;
+    let Dense { names, defaults, window, mixture } = dense;
     refuse_unsupported(&level)?;
     let vocab_size = level.size("vocab_size", defaults.vocab_size, 1..=MAX_VOCAB)?;
     let hidden_size = level.size("hidden_size", defaults.hidden_size, 1..=MAX_HIDDEN)?;
@@ -78,6 +84,13 @@ pub(in crate::model) fn read(
         bos: defaults.bos_token_id.filter(|id| (*id as usize) < vocab_size),
     };
     let TokenIds { eos, bos } = TokenIds::read(&[&level], default, vocab_size)?;
+    let (mixture, of_layers) = match mixture {
+        Some(read) => {
+            let (mixture, of_layers) = read(&level, hidden_size, num_hidden_layers)?;
+            (Some(mixture), of_layers)
+        }
+        None => (None, vec![FeedForward::Dense; num_hidden_layers]),
+    };
     let sizes = Sizes {
         vocab_size,
         hidden_size,
@@ -87,13 +100,16 @@ pub(in crate::model) fn read(
             1..=MAX_INTERMEDIATE,
         )?,
         tie_word_embeddings: level.flag("tie_word_embeddings")?.unwrap_or(false),
+        experts: mixture.map_or((0, 0), |mixture| (mixture.experts.count, mixture.intermediate_size)),
     };
-    let layers = vec![LayerSpec { window, rope: 0, heads, has_values_of_keys: false }; num_hidden_layers];
+    let layer = |feed_forward| LayerSpec { window, rope: 0, heads, has_values_of_keys: false, feed_forward };
+    let layers: Vec<_> = of_layers.into_iter().map(layer).collect();
     Ok(ModelSpec {
         arch,
         vocab_size,
         hidden_size,
         intermediate_size: sizes.intermediate_size,
+        mixture,
         score_scale: (heads.head_dim as f64).powf(-0.5),
         has_value_norm: false,
         hidden_act: HiddenAct::Silu,

@@ -8,7 +8,7 @@ use crate::checkpoint::short;
 /// Divisors of the frequencies, which the converter computes from the RoPE scaling `llama3`.
 const DIVISORS: &str = "rope_freqs.weight";
 
-/// Generates a `config.json` with this `model_type`.
+/// Generates a `config.json` with this `model_type`, of a model without experts.
 pub(in crate::model) fn config(
     model_type: &str,
     tokens: &GgufTokens,
@@ -16,9 +16,20 @@ pub(in crate::model) fn config(
     tensors: &GgufTensors,
 ) -> Result<Json, HeaderError> {
     if let Some(experts) = keys.whole("expert_count")?.filter(|experts| *experts > 0) {
-        let problem = format!("is {experts}; mixtures of experts cannot be computed");
+        let problem =
+            format!("is {experts}; models of this architecture can be computed without experts only");
         return Err(keys.error("expert_count", problem));
     }
+    config_without_experts(model_type, tokens, keys, tensors)
+}
+
+/// As [`config`], for a mixture, whose experts the caller describes.
+pub(in crate::model) fn config_without_experts(
+    model_type: &str,
+    tokens: &GgufTokens,
+    keys: &Keys,
+    tensors: &GgufTensors,
+) -> Result<Json, HeaderError> {
     let Geometry { blocks, hidden, intermediate, heads, kv_heads, head_dim, context, norm_eps } =
         keys.geometry()?;
     let Some(context) = context else { return Err(keys.missing("context_length")) };

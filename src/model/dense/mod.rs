@@ -9,5 +9,5 @@ mod gguf;
 mod tensors;
 
 pub(super) use config::{Defaults, Dense, full_attention, read};
-pub(super) use gguf::config as gguf_config;
+pub(super) use gguf::{config as gguf_config, config_without_experts as gguf_config_without_experts};
 pub(super) use tensors::NAMES;

@@ -1,6 +1,6 @@
 //! The names of the tensors of a layer.
 
-use crate::model::tensors::{Biases, Layer, Names, Norms, Projections, Scalars};
+use crate::model::tensors::{Biases, Layer, Names, Norms, Projections, RouterTensors, Scalars};
 
 /// A layer without optional tensors.
 pub(in crate::model) const NAMES: Layer<Names> = Layer {
@@ -9,9 +9,12 @@ pub(in crate::model) const NAMES: Layer<Names> = Layer {
         k_proj: Names::of("self_attn.k_proj", "attn_k"),
         v_proj: Some(Names::of("self_attn.v_proj", "attn_v")),
         o_proj: Names::of("self_attn.o_proj", "attn_output"),
-        gate_proj: Names::of("mlp.gate_proj", "ffn_gate"),
-        up_proj: Names::of("mlp.up_proj", "ffn_up"),
-        down_proj: Names::of("mlp.down_proj", "ffn_down"),
+        gate_proj: Some(Names::of("mlp.gate_proj", "ffn_gate")),
+        up_proj: Some(Names::of("mlp.up_proj", "ffn_up")),
+        down_proj: Some(Names::of("mlp.down_proj", "ffn_down")),
+        expert_gate_proj: None,
+        expert_up_proj: None,
+        expert_down_proj: None,
     },
     norms: Norms {
         input_layernorm: Names::of("input_layernorm", "attn_norm"),
@@ -20,7 +23,11 @@ pub(in crate::model) const NAMES: Layer<Names> = Layer {
         post_feedforward_layernorm: None,
         q_norm: None,
         k_norm: None,
+        post_feedforward_layernorm_1: None,
+        pre_feedforward_layernorm_2: None,
+        post_feedforward_layernorm_2: None,
     },
     biases: Biases { q_proj: None, k_proj: None, v_proj: None },
     scalars: Scalars { layer_scalar: None },
+    router: RouterTensors { proj: None, scale: None, per_expert_scale: None },
 };

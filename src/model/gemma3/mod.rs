@@ -16,7 +16,7 @@ use serde_json::Value;
 
 use super::config::{ConfigError, LayerType};
 use super::rope::{RopeScaling, RopeSpec};
-use super::spec::{Arch, AttentionHeads, LayerSpec, ModelSpec, NormWeight, Shape};
+use super::spec::{Arch, AttentionHeads, FeedForward, LayerSpec, ModelSpec, NormWeight, Shape};
 use super::tensors::{ModelTensors, Sizes};
 use crate::kernels::HiddenAct;
 
@@ -53,10 +53,15 @@ impl Config {
                 rope: SLIDING,
                 heads,
                 has_values_of_keys: false,
+                feed_forward: FeedForward::Dense,
             },
-            LayerType::FullAttention => {
-                LayerSpec { window: None, rope: FULL, heads, has_values_of_keys: false }
-            }
+            LayerType::FullAttention => LayerSpec {
+                window: None,
+                rope: FULL,
+                heads,
+                has_values_of_keys: false,
+                feed_forward: FeedForward::Dense,
+            },
         };
         let layers: Vec<_> = self.layer_types.iter().map(layer).collect();
         let sizes = Sizes {
@@ -64,6 +69,7 @@ impl Config {
             hidden_size: self.hidden_size,
             intermediate_size: self.intermediate_size,
             tie_word_embeddings: self.tie_word_embeddings,
+            experts: (0, 0),
         };
         let rope = |name, theta, factor| {
             let is_scaled = factor != 1.0;
@@ -75,6 +81,7 @@ impl Config {
             vocab_size: self.vocab_size,
             hidden_size: self.hidden_size,
             intermediate_size: self.intermediate_size,
+            mixture: None,
             score_scale: self.query_pre_attn_scalar.powf(-0.5),
             has_value_norm: false,
             hidden_act: HiddenAct::GeluTanh,

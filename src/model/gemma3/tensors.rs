@@ -11,6 +11,7 @@ pub(in crate::model) const NAMES: Layer<Names> = Layer {
         post_feedforward_layernorm: Some(Names::of("post_feedforward_layernorm", "post_ffw_norm")),
         q_norm: Some(Names::of("self_attn.q_norm", "attn_q_norm")),
         k_norm: Some(Names::of("self_attn.k_norm", "attn_k_norm")),
+        ..dense::NAMES.norms
     },
     ..dense::NAMES
 };

@@ -5,20 +5,20 @@
 //! `per_layer_config` that transformers writes. The defaults are those of transformers' `Gemma4TextConfig` and
 //! `Gemma4UnifiedTextConfig`.
 //!
-//! Refuses by name what would change the result and is not supported: mixtures of experts, per-layer embeddings, layers
-//! that share keys and values, biases, untied heads.
+//! Refuses by name what would change the result and is not supported: per-layer embeddings, layers that
+//! share keys and values, biases, untied heads.
 
 use serde_json::Value;
 
 use super::tensors;
 use crate::checkpoint::short;
-use crate::kernels::HiddenAct;
+use crate::kernels::{Experts, HiddenAct};
 use crate::model::config::{
     ConfigError, LayerType, Level, MAX_HEAD_DIM, MAX_HEADS, MAX_HIDDEN, MAX_INTERMEDIATE, MAX_LAYERS,
     MAX_POSITIONS, MAX_VOCAB, TokenIds,
 };
 use crate::model::rope::{self, RopeScaling, RopeSpec, THETAS};
-use crate::model::spec::{Arch, AttentionHeads, LayerSpec, ModelSpec, NormWeight};
+use crate::model::spec::{Arch, AttentionHeads, FeedForward, LayerSpec, Mixture, ModelSpec, NormWeight};
 use crate::model::tensors::{ModelTensors, Sizes};
 
 const WRAPPED: [&str; 2] = ["gemma4", "gemma4_unified"];
@@ -51,14 +51,16 @@ pub(super) fn read(arch: &'static Arch, config: &Value, file_name: &str) -> Resu
     let types = LayerType::read_all(&text, num_hidden_layers)?
         .unwrap_or_else(|| default_layer_types(num_hidden_layers));
     let has_values_of_keys = text.flag("attention_k_eq_v")?.unwrap_or(false);
+    let hidden_size = text.size("hidden_size", 2304, 1..=MAX_HIDDEN)?;
+    let mixture = mixture(&text, hidden_size)?;
+    let feed_forward = if mixture.is_some() { FeedForward::DenseAndExperts } else { FeedForward::Dense };
     let layer = |(i, kind): (usize, &LayerType)| -> Result<LayerSpec, ConfigError> {
         let heads = heads.of_layer(i, *kind)?;
-        Ok(match kind {
-            LayerType::SlidingAttention => {
-                LayerSpec { window: Some(window), rope: SLIDING, heads, has_values_of_keys: false }
-            }
-            LayerType::FullAttention => LayerSpec { window: None, rope: FULL, heads, has_values_of_keys },
-        })
+        let (window, rope, has_values_of_keys) = match kind {
+            LayerType::SlidingAttention => (Some(window), SLIDING, false),
+            LayerType::FullAttention => (None, FULL, has_values_of_keys),
+        };
+        Ok(LayerSpec { window, rope, heads, has_values_of_keys, feed_forward })
     };
     let layers = types.iter().enumerate().map(layer).collect::<Result<Vec<_>, _>>()?;
     let ropes = ropes(&text, &layers, context)?;
@@ -69,10 +71,12 @@ pub(super) fn read(arch: &'static Arch, config: &Value, file_name: &str) -> Resu
     text.check_ids("suppress_tokens", &suppress_tokens, vocab_size)?;
     let sizes = Sizes {
         vocab_size,
-        hidden_size: text.size("hidden_size", 2304, 1..=MAX_HIDDEN)?,
+        hidden_size,
         intermediate_size: text.size("intermediate_size", 9216, 1..=MAX_INTERMEDIATE)?,
         tie_word_embeddings: true,
+        experts: mixture.map_or((0, 0), |mixture| (mixture.experts.count, mixture.intermediate_size)),
     };
+    let names = if mixture.is_some() { tensors::WITH_EXPERTS } else { tensors::NAMES };
     let final_logit_softcap = match text.get("final_logit_softcapping") {
         Some(cap) => Some(text.number_of("final_logit_softcapping", cap, 1e-3..=1e6)? as f32),
         None => None,
@@ -82,6 +86,7 @@ pub(super) fn read(arch: &'static Arch, config: &Value, file_name: &str) -> Resu
         vocab_size,
         hidden_size: sizes.hidden_size,
         intermediate_size: sizes.intermediate_size,
+        mixture,
         score_scale: 1.0,
         has_value_norm: true,
         hidden_act: HiddenAct::GeluTanh,
@@ -90,13 +95,33 @@ pub(super) fn read(arch: &'static Arch, config: &Value, file_name: &str) -> Resu
         embed_scale: (sizes.hidden_size as f64).sqrt() as f32,
         final_logit_softcap,
         max_position_embeddings: context,
-        tensors: ModelTensors::of(&tensors::NAMES, &sizes, layers.iter().map(LayerSpec::sizes)),
+        tensors: ModelTensors::of(&names, &sizes, layers.iter().map(LayerSpec::sizes)),
         layers,
         ropes,
         eos_token_ids: eos,
         suppress_tokens,
         bos_token_id: bos,
     })
+}
+
+/// The experts of every layer, in a config that has some. The router's input is the residual stream, normed with factors
+/// of its own. The weights of a token's experts add up to 1 before the factors of the experts.
+fn mixture(text: &Level, hidden_size: usize) -> Result<Option<Mixture>, ConfigError> {
+    if text.flag("enable_moe_block")? != Some(true) {
+        return Ok(None);
+    }
+    const NAMES: [&str; 3] = ["num_experts", "top_k_experts", "moe_intermediate_size"];
+    let size = |name, most| match text.get(name) {
+        Some(value) => Ok(text.whole(name, value, 1..=most)? as usize),
+        None => Err(text.error(name, "is missing; expected a number, because enable_moe_block is true")),
+    };
+    let [count, per_token] = [size(NAMES[0], MAX_HIDDEN)?, size(NAMES[1], MAX_HIDDEN)?];
+    let mixture = Mixture {
+        experts: Experts { count, per_token, renormalizes: true },
+        intermediate_size: size(NAMES[2], MAX_INTERMEDIATE)?,
+        router_factor: (hidden_size as f64).powf(-0.5) as f32,
+    };
+    mixture.check(text, hidden_size, NAMES).map(Some)
 }
 
 fn default_layer_types(layers: usize) -> Vec<LayerType> {
@@ -183,12 +208,10 @@ fn refuse_other_layers(text: &Level, is_unified: bool) -> Result<(), ConfigError
             return Err(text.error(name, format!("is {number}; {what} cannot be computed")));
         }
     }
-    for (name, what) in
-        [("enable_moe_block", "mixtures of experts"), ("use_double_wide_mlp", "layers of different widths")]
-    {
-        if text.flag(name)? == Some(true) {
-            return Err(text.error(name, format!("is true; {what} cannot be computed")));
-        }
+    if text.flag("use_double_wide_mlp")? == Some(true) {
+        return Err(
+            text.error("use_double_wide_mlp", "is true; layers of different widths cannot be computed")
+        );
     }
     Ok(())
 }

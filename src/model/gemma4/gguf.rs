@@ -5,14 +5,14 @@
 
 use serde_json::{Value as Json, json};
 
-use super::tensors::NAMES;
+use super::tensors;
 use crate::checkpoint::gguf::{self, Geometry, GgufArch, GgufTensors, GgufTokens, HeaderError, Keys};
 use crate::model::config::LayerType;
 
 pub(super) static GGUF: GgufArch = GgufArch {
     name: "gemma4",
     config,
-    layer_tensor: |name, what| NAMES.of_gguf(name, what),
+    layer_tensor: tensors::of_gguf,
     interleaved: &[],
     tokens: GgufTokens {
         bos: Some(2),
@@ -57,7 +57,6 @@ const DIVISORS: &str = "rope_freqs.weight";
 /// Generates `config.json`.
 fn config(keys: &Keys, tensors: &GgufTensors) -> Result<Json, HeaderError> {
     for (name, what) in [
-        ("expert_count", "mixtures of experts"),
         ("embedding_length_per_layer_input", "per-layer embeddings"),
         ("attention.shared_kv_layers", "layers that share keys and values"),
     ] {
@@ -123,6 +122,12 @@ fn config(keys: &Keys, tensors: &GgufTensors) -> Result<Json, HeaderError> {
         "final_logit_softcapping": keys.number(&["final_logit_softcapping"])?.filter(|cap| *cap != 0.0),
         "tie_word_embeddings": true,
     });
+    if let Some(experts) = keys.whole("expert_count")?.filter(|experts| *experts > 0) {
+        config["enable_moe_block"] = json!(true);
+        config["num_experts"] = json!(experts);
+        config["top_k_experts"] = json!(keys.required("expert_used_count")?);
+        config["moe_intermediate_size"] = json!(keys.required("expert_feed_forward_length")?);
+    }
     config["rope_parameters"] =
         json!({"full_attention": full, "sliding_attention": {"rope_type": "default"}});
     for (key, kind) in [("rope.freq_base", "full_attention"), ("rope.freq_base_swa", "sliding_attention")] {

@@ -1,6 +1,6 @@
-//! Gemma 4, dense: scores without a scale, values normed without weights, layers that see all positions with larger heads
+//! Gemma 4: scores without a scale, values normed without weights, layers that see all positions with larger heads
 //! than the others and values that are their raw keys, a number that each layer's result is multiplied by, and a soft cap
-//! of the logits. Norm weights are used as stored. The output head is the embedding.
+//! of the logits. A mixture has experts beside the dense network of each layer. Norm weights are used as stored. The output head is the embedding.
 
 mod config;
 mod gguf;
@@ -22,7 +22,7 @@ pub(super) static ARCH: Arch = Arch {
     shapes: &SHAPES,
 };
 
-static SHAPES: [Shape; 2] = shapes::published(read);
+static SHAPES: [Shape; 3] = shapes::published(read);
 
 /// Reads a `config.json`, which messages call `file_name`.
 fn read(config: &Value, file_name: &str) -> Result<ModelSpec, ConfigError> {

@@ -15,9 +15,11 @@ struct Size {
     num_attention_heads: usize,
     num_key_value_heads: usize,
     num_global_key_value_heads: usize,
+    /// The number of experts, the number that a token uses, and their width.
+    experts: Option<[usize; 3]>,
 }
 
-static SIZES: [Size; 2] = [
+static SIZES: [Size; 3] = [
     Size {
         name: "gemma-4-12b",
         model_type: "gemma4_unified_text",
@@ -27,6 +29,18 @@ static SIZES: [Size; 2] = [
         num_attention_heads: 16,
         num_key_value_heads: 8,
         num_global_key_value_heads: 1,
+        experts: None,
+    },
+    Size {
+        name: "gemma-4-26b-a4b",
+        model_type: "gemma4_text",
+        hidden_size: 2816,
+        intermediate_size: 2112,
+        num_hidden_layers: 30,
+        num_attention_heads: 16,
+        num_key_value_heads: 8,
+        num_global_key_value_heads: 2,
+        experts: Some([128, 8, 704]),
     },
     Size {
         name: "gemma-4-31b",
@@ -37,21 +51,23 @@ static SIZES: [Size; 2] = [
         num_attention_heads: 32,
         num_key_value_heads: 16,
         num_global_key_value_heads: 4,
+        experts: None,
     },
 ];
 
 /// The shapes of all sizes. `read` reads their configs.
-pub(super) const fn published(read: fn(&Value, &str) -> Result<ModelSpec, ConfigError>) -> [Shape; 2] {
+pub(super) const fn published(read: fn(&Value, &str) -> Result<ModelSpec, ConfigError>) -> [Shape; 3] {
     [
         Shape::new(SIZES[0].name, || SIZES[0].config_json(), read),
         Shape::new(SIZES[1].name, || SIZES[1].config_json(), read),
+        Shape::new(SIZES[2].name, || SIZES[2].config_json(), read),
     ]
 }
 
 impl Size {
     /// The text of a `config.json` in the text-only layout. Every sixth layer sees all positions.
     fn config_json(&self) -> String {
-        let config = json!({
+        let mut config = json!({
             "attention_bias": false,
             "attention_k_eq_v": true,
             "bos_token_id": 2,
@@ -81,6 +97,12 @@ impl Size {
             "torch_dtype": "bfloat16",
             "vocab_size": 262_144,
         });
+        if let Some([count, per_token, width]) = self.experts {
+            config["enable_moe_block"] = json!(true);
+            config["num_experts"] = json!(count);
+            config["top_k_experts"] = json!(per_token);
+            config["moe_intermediate_size"] = json!(width);
+        }
         format!("{config:#}\n")
     }
 }

@@ -57,6 +57,7 @@ static LLAMA: Dense = Dense {
     },
     // The class has no window, and ignores the field.
     window: |_| Ok(None),
+    mixture: None,
 };
 
 /// transformers' `MistralConfig`.
@@ -75,6 +76,7 @@ static MISTRAL: Dense = Dense {
         eos_token_id: Some(2),
     },
     window: mistral_window,
+    mixture: None,
 };
 
 /// Without the field, the class has a window of 4096. `null` is no window.

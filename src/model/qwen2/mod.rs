@@ -67,6 +67,7 @@ static DENSE: Dense = Dense {
         eos_token_id: None,
     },
     window: full_attention,
+    mixture: None,
 };
 
 fn read(config: &Value, file_name: &str) -> Result<ModelSpec, ConfigError> {

@@ -33,7 +33,7 @@ static GGUF: GgufArch = GgufArch {
     tokens: qwen2::TOKENS,
 };
 
-const WITH_QK_NORMS: Layer<Names> = Layer {
+pub(super) const WITH_QK_NORMS: Layer<Names> = Layer {
     norms: Norms {
         q_norm: Some(Names::of("self_attn.q_norm", "attn_q_norm")),
         k_norm: Some(Names::of("self_attn.k_norm", "attn_k_norm")),
@@ -58,6 +58,7 @@ static DENSE: Dense = Dense {
         eos_token_id: None,
     },
     window: full_attention,
+    mixture: None,
 };
 
 fn read(config: &Value, file_name: &str) -> Result<ModelSpec, ConfigError> {

@@ -394,6 +394,9 @@ impl Cases {
             make.store();
             make.attention();
         }
+        if traits.layers.experts.is_some() {
+            make.untested.push("the kernels of experts".to_owned());
+        }
         Cases { cases: make.cases, image: make.space.image, untested: make.untested }
     }
 }
