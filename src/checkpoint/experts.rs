@@ -13,6 +13,8 @@ use super::error::CheckpointError;
 use super::table::{Entry, Span, Stored, Table};
 use super::view::Tensor;
 
+/// The most experts of a tensor. Every known model has far fewer.
+const MAX_EXPERTS: usize = 4096;
 /// The name of the module that has the experts.
 const EXPERTS: &str = ".experts.";
 
@@ -130,6 +132,14 @@ fn rows_of_each(
     rows: std::ops::Range<usize>,
 ) -> Result<Entry, CheckpointError> {
     let &[experts, of_each, cols] = &all.shape[..] else { panic!("{name}: not of all experts") };
+    if all.shape.contains(&0) {
+        let problem = format!("has shape {:?}; expected at least one of each", all.shape);
+        return Err(CheckpointError::tensor(&table.files[all.file].display, &all.name, problem));
+    }
+    if experts > MAX_EXPERTS {
+        let problem = format!("is of {experts} experts; expected at most {MAX_EXPERTS}");
+        return Err(CheckpointError::tensor(&table.files[all.file].display, &all.name, problem));
+    }
     let cut = |expert: usize, data: &Span| {
         let row_bytes = data.range.len() / (experts * of_each);
         let at = |row: usize| data.range.start + (expert * of_each + row) * row_bytes;
@@ -148,9 +158,6 @@ fn rows_of_each(
         Ok(Entry { name: all.name.clone(), shape, file: all.file, stored, interleaved: None })
     };
     let parts: Vec<Entry> = (0..experts).map(part).collect::<Result<_, _>>()?;
-    if parts.is_empty() {
-        return Err(CheckpointError::tensor(&table.files[all.file].display, &all.name, "has no experts"));
-    }
     Ok(Entry {
         name: name.to_owned(),
         shape: vec![experts, rows.len(), cols],

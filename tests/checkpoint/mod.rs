@@ -1,5 +1,6 @@
 //! Checkpoints of every format: what is read, what is refused, and the bits that arrive.
 
+mod experts;
 mod gguf;
 mod legacy;
 mod native;
