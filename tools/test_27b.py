@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Loads a complete Gemma-3 27B and generates an answer. Random weights of the true shape make a download unnecessary.
+"""Loads a complete large model and generates an answer. Random weights of the true shape make a download unnecessary.
 
     tools/test_27b.py [--dir DIR] [--shape gemma-3-27b] [--scheme int4-g128] [--keep]
 
@@ -31,7 +31,8 @@ ROOT = Path(__file__).resolve().parent.parent
 UNICORN = ROOT / "target/debug/unicorn"
 LAB = ROOT / "target/debug/unicorn-lab"
 # num_hidden_layers as published.
-LAYERS = {"gemma-3-270m": 18, "gemma-3-1b": 26, "gemma-3-4b": 34, "gemma-3-12b": 48, "gemma-3-27b": 62}
+LAYERS = {"gemma-3-270m": 18, "gemma-3-1b": 26, "gemma-3-4b": 34, "gemma-3-12b": 48, "gemma-3-27b": 62,
+          "gemma-4-26b-a4b": 30, "qwen3-30b-a3b": 48}
 START_SECONDS = 3600
 ANSWER_SECONDS = 3600
 

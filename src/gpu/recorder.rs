@@ -775,7 +775,7 @@ impl Recorder<'_> {
 struct NotedDispatch {
     /// Without groups that the device reads, and without ranges.
     note: Note,
-    /// Where the device reads the numbers of groups.
+    /// Where the device reads the numbers of groups. The note has zeros if it computes them itself.
     groups: Option<Buffer>,
     buffers: Vec<(&'static str, Buffer)>,
 }
@@ -784,7 +784,7 @@ impl NotedDispatch {
     /// The dispatch, with the bytes that are in memory now.
     fn submitted(&self) -> Note {
         let mut note = self.note.clone();
-        if let Some(groups) = &self.groups {
+        if let Some(groups) = self.groups.as_ref().filter(|groups| groups.is_mapped()) {
             groups.slice(0, INDIRECT_BYTES).read(0, &mut note.groups);
         }
         let range = |(pointer, buffer): &(&'static str, Buffer)| {

@@ -128,6 +128,23 @@ impl Experts {
         let share = self.per_token as f64 / self.count as f64;
         self.count as f64 * (1.0 - (1.0 - share).powf(tokens as f64))
     }
+
+    /// The expected number of groups of at most `columns` pairs of one expert, if every expert is equally likely: the
+    /// number of an expert's pairs has a binomial distribution.
+    pub fn expected_items(&self, tokens: usize, columns: usize) -> f64 {
+        let share = self.per_token as f64 / self.count as f64;
+        if share >= 1.0 {
+            return (self.count * tokens.div_ceil(columns)) as f64;
+        }
+        // The probability of each number of pairs follows from that of one fewer.
+        let mut probability = (1.0 - share).powf(tokens as f64);
+        let mut items = 0.0;
+        for pairs in 1..=tokens {
+            probability *= (tokens - pairs + 1) as f64 / pairs as f64 * share / (1.0 - share);
+            items += probability * pairs.div_ceil(columns) as f64;
+        }
+        self.count as f64 * items
+    }
 }
 
 /// What the kernels of a layer compute, apart from shapes. The default has all norms with weights, and no bias.
@@ -238,4 +255,23 @@ pub struct Heads {
 pub(crate) fn words(buffer: &Buffer, count: usize, what: &str) -> Buffer {
     assert!(buffer.size() >= 4 * count as u64, "{what}: {count} words do not fit");
     buffer.slice(0, 4 * count as u64)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_expected_experts_and_items_are_those_of_a_uniform_choice() {
+        let experts = Experts { count: 128, per_token: 8, renormalizes: true };
+        assert_eq!((experts.expected(1), experts.expected_items(1, 1)), (8.0, 8.0));
+        let close = |a: f64, b: f64| assert!((a - b).abs() < 1e-6 * b, "{a} {b}");
+        // With one column, each pair is an item. With as many columns as tokens, each expert in use is one.
+        for tokens in [2, 16, 300] {
+            close(experts.expected_items(tokens, 1), experts.pairs(tokens) as f64);
+            close(experts.expected_items(tokens, tokens), experts.expected(tokens));
+        }
+        let all = Experts { per_token: 128, ..experts };
+        assert_eq!((all.expected(5), all.expected_items(5, 4)), (128.0, 256.0));
+    }
 }

@@ -561,6 +561,14 @@ pub(crate) fn taking(tiles: &'static [Tile], tokens: usize) -> Tile {
     steps.find(|(most, _)| *most >= tokens).expect("the last tile has no bound").1
 }
 
+/// The tile of the products of experts in a step of `tokens` tokens: the smallest one that holds the pairs of an expert,
+/// if all experts in use had as many.
+pub(crate) fn expert_tile(tiles: Tiles, experts: &Experts, tokens: usize) -> Tile {
+    let pairs = experts.pairs(tokens) as f64 / experts.expected(tokens);
+    let all = tiles.floats();
+    *all.iter().find(|tile| f64::from(tile.columns) >= pairs).unwrap_or(&all[all.len() - 1])
+}
+
 /// A kernel of products.
 struct Kernel {
     /// The most tokens for which it is used.
@@ -693,12 +701,8 @@ impl Products {
         Ok(products)
     }
 
-    /// The tile of the products of experts in a step of `tokens` tokens: the smallest one that holds the pairs of an
-    /// expert, if all experts in use had as many.
     pub fn expert_tile(&self, experts: &Experts, tokens: usize) -> Tile {
-        let pairs = experts.pairs(tokens) as f64 / experts.expected(tokens);
-        let all = self.tiles.floats();
-        *all.iter().find(|tile| f64::from(tile.columns) >= pairs).unwrap_or(&all[all.len() - 1])
+        expert_tile(self.tiles, experts, tokens)
     }
 
     fn expert_kernel(&self, scheme: Scheme, tile: Tile) -> &ExpertKernel {

@@ -53,14 +53,20 @@ const EXPERTS: Experts = Experts { count: 128, per_token: 8, renormalizes: true 
 #[doc(hidden)]
 pub fn all_pipelines(layers: LayerKind, group: u32, head_dim: u32) -> Vec<(&'static Shader, Vec<u32>)> {
     let ([activation, post_norms], of_qkv) = layers.constants();
+    // Products of experts differ in the addresses of activations. The widest tile has the most of them, and stands for all
+    // in a model without experts.
+    let of_experts = if layers.experts.is_some() { GPU_TILES } else { &GPU_TILES[LANE_TILES - 1..] };
     let constants = |shader: &'static Shader| -> Vec<Vec<u32>> {
         match shader.constants.iter().map(|(_, name)| *name).collect::<Vec<_>>()[..] {
             [] => vec![vec![]],
             ["COLUMNS", "GROUPED"] => {
                 let plain = GPU_TILES.iter().map(|tile| vec![tile.columns, 0]);
-                plain.chain([IN_ORDER, GATHERED].map(|grouped| vec![LANE_COLUMNS, grouped])).collect()
+                let grouped = |tile: &Tile| [IN_ORDER, GATHERED].map(|grouped| vec![tile.columns, grouped]);
+                plain.chain(of_experts.iter().flat_map(grouped)).collect()
             }
-            ["EXPERTS", "PER_TOKEN", "RENORMALIZED"] => vec![route_constants(EXPERTS).to_vec()],
+            ["EXPERTS", "PER_TOKEN", "RENORMALIZED"] => {
+                vec![route_constants(layers.experts.unwrap_or(EXPERTS)).to_vec()]
+            }
             ["NORMED"] => vec![vec![0], vec![1]],
             ["SILU"] => vec![vec![activation]],
             ["POST_NORM"] => vec![vec![post_norms]],
@@ -73,9 +79,8 @@ pub fn all_pipelines(layers: LayerKind, group: u32, head_dim: u32) -> Vec<(&'sta
                 let shared = Way::Lanes { columns: LANE_COLUMNS, activations: ActivationsFrom::SharedMemory };
                 let widest = &GPU_TILES[LANE_TILES - 1..];
                 all.extend(of_int8(shader, shared, widest, &kinds));
-                // Products of experts differ in the addresses of activations. The widest tile has the most of them.
-                let of_experts = [(None, IN_ORDER), (None, GATHERED), (gated, GATHERED)];
-                all.extend(of_int8(shader, Way::COUNTED, widest, &of_experts));
+                let kinds = [(None, IN_ORDER), (None, GATHERED), (gated, GATHERED)];
+                all.extend(of_int8(shader, Way::COUNTED, of_experts, &kinds));
                 all
             }
             ["COLUMNS", "HALVES", "SCALE_BLOCKS", ..] => {

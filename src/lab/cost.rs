@@ -10,11 +10,12 @@ use std::ops::Range;
 
 use super::assembly::{Counts, Program};
 use crate::gpu::Shader;
-use crate::kernels::operand::{BLOCK_COLS, Passes, SUBGROUP_ROW_TILES, fast_shader_of, taking};
+use crate::kernels::expert_kernels::route_constants;
+use crate::kernels::operand::{BLOCK_COLS, Passes, SUBGROUP_ROW_TILES, expert_tile, fast_shader_of, taking};
 use crate::kernels::sampling::{DRAW_BINS, DRAW_CHUNK};
 use crate::kernels::shaders::{self, shaders_of};
 use crate::kernels::{
-    AttentionShape, GpuTiles, HiddenAct, Item, LayerKind, ProductKind, Quantized, Tiles, Wants,
+    AttentionShape, Experts, GpuTiles, HiddenAct, Item, LayerKind, ProductKind, Quantized, Tiles, Wants, Way,
 };
 use crate::model::spec::AttentionHeads;
 use crate::tensor::{KvDtype, Precision, Scheme, TILE_ROWS};
@@ -139,6 +140,77 @@ fn fast(scheme: Scheme, tiles: usize, cols: usize, tokens: usize, gated: Option<
         weight_passes: passes.weight_reads.into(),
         activation_bytes: u64::from(passes.activation_reads) * Quantized::bytes_of_digit(tokens, cols),
         ..Dispatch::new(shader, workgroups)
+    }
+}
+
+/// The product of experts with one of their matrices, `[rows, cols]` each, or the gated product of two. The router is
+/// assumed to choose every expert equally often, so the workgroups and the bytes are expected ones. Workgroups with
+/// the same weights are neighbours, so each expert in use is read once.
+pub fn experts(
+    precision: Precision,
+    scheme: Scheme,
+    experts: &Experts,
+    [rows, cols]: [usize; 2],
+    tokens: usize,
+    (gated, grouped): (Option<HiddenAct>, u32),
+) -> Dispatch {
+    let tile = expert_tile(Tiles::COUNTED, experts, tokens);
+    let items = experts.expected_items(tokens, tile.columns as usize);
+    let workgroups = (items * f64::from(tile.parts(rows))).round() as usize;
+    let pairs = experts.pairs(tokens);
+    let matrices = if gated.is_some() { 2.0 } else { 1.0 };
+    let of_one = scheme.block_bytes(rows, cols) + scheme.scale_bytes(rows, cols);
+    let weight_bytes = (matrices * experts.expected(tokens) * of_one as f64) as u64;
+    let written = if gated.is_some() { Quantized::bytes_of_digit(pairs, rows) } else { floats(pairs * rows) };
+    if precision.quantizes(scheme) {
+        let (shader, group) = fast_shader_of(scheme);
+        return Dispatch {
+            constants: Way::COUNTED.pipeline_of(shader, group, tile, gated, grouped).1,
+            trips: segment_blocks(cols) as f64,
+            weight_bytes,
+            activation_bytes: Quantized::bytes_of_digit(pairs, cols) + written,
+            ..Dispatch::new(shader, workgroups)
+        };
+    }
+    Dispatch {
+        constants: vec![tile.columns, grouped],
+        trips: scheme.blocks_per_row(cols).div_ceil(SPLITS) as f64,
+        weight_bytes,
+        activation_bytes: floats(pairs * cols) + written,
+        ..Dispatch::new(shaders_of(scheme).0, workgroups)
+    }
+}
+
+/// The router of `tokens` rows of `dim` numbers.
+pub fn route(experts: Experts, tokens: usize, dim: usize) -> Dispatch {
+    Dispatch {
+        constants: route_constants(experts).to_vec(),
+        trips: dim as f64 / 1024.0,
+        weight_bytes: floats(experts.count * dim + dim),
+        activation_bytes: floats(2 * tokens * dim + 2 * experts.pairs(tokens)),
+        ..Dispatch::new(&shaders::ROUTE, tokens)
+    }
+}
+
+/// The groups of the pairs of `tokens` tokens. A trip is 256 pairs.
+pub fn group_pairs(experts: Experts, tokens: usize) -> Dispatch {
+    let pairs = experts.pairs(tokens);
+    Dispatch {
+        trips: pairs as f64 / 256.0,
+        activation_bytes: floats(8 * pairs),
+        ..Dispatch::new(&shaders::GROUP_PAIRS, 1)
+    }
+}
+
+/// The sums of what the experts of `tokens` tokens computed, with two norms or without.
+pub fn combine(experts: Experts, tokens: usize, dim: usize, is_normed: bool) -> Dispatch {
+    let reads = if is_normed { 2 } else { 1 };
+    Dispatch {
+        constants: vec![is_normed.into()],
+        trips: dim.div_ceil(1024) as f64,
+        weight_bytes: if is_normed { floats(2 * dim) } else { 0 },
+        activation_bytes: floats(reads * experts.pairs(tokens) * dim + 2 * tokens * dim),
+        ..Dispatch::new(&shaders::COMBINE, tokens)
     }
 }
 
@@ -464,12 +536,48 @@ pub fn body(shader: &Shader, constants: &[u32], program: &Program) -> Option<Bod
             Some(Body { trip, unrolled: 1, weights: 0, once: without(program, &[steady]), key_rounds: 0 })
         }
         // These kernels have one or two loops over a row.
-        ("rms" | "embed" | "moments" | "pool" | "adjust" | "peak" | "group", [])
-        | ("rms" | "combine", [_])
-        | ("route", [_, _, _])
+        ("rms" | "embed" | "moments" | "pool" | "adjust" | "peak", [])
+        | ("rms", [_])
         | ("qkv", [_, _, _]) => {
             let outer: Vec<usize> = program.inside(None).collect();
             let trip = outer.iter().map(|i| program.trip(*i, &|_| 1)).reduce(|a, b| a + b)?;
+            Some(Body { trip, unrolled: 1, weights: 0, once: without(program, &outer), key_rounds: 0 })
+        }
+        // The steady loop is the loop over 1024 columns. In it, a loop over groups of 32 experts, unless the compiler unrolled
+        // it, has one over a lane's part of an expert's row: 32 times four columns. The loops after it compare each expert
+        // with all others.
+        ("route", [count, ..]) => {
+            let outer: Vec<usize> = program.inside(None).collect();
+            let macs = |i: &usize| program.trip(*i, &|_| 2).macs;
+            let steady = *outer.iter().max_by_key(|i| (macs(i), std::cmp::Reverse(**i)))?;
+            let trips = |i: usize| match program.loops[i].own.macs {
+                0 if program.inside(Some(i)).next().is_some() => u64::from(count.div_ceil(32)),
+                0 => 1,
+                macs => times(4 * 32, macs),
+            };
+            let trip = program.trip(steady, &trips);
+            let compared = |i: usize| if i > steady { u64::from(*count) } else { 1 };
+            let others = outer.iter().filter(|i| **i != steady);
+            let others = others.map(|i| program.trip(*i, &|_| compared(*i)));
+            let once = others.fold(without(program, &outer), |sum, each| sum + each);
+            Some(Body { trip, unrolled: 1, weights: 0, once, key_rounds: 0 })
+        }
+        // A trip goes over 256 pairs twice: to count them, and to group them. The loop over the experts before the own
+        // one runs 128 times on average.
+        ("group", []) => {
+            let has_inner = |i: &usize| program.inside(Some(*i)).next().is_some();
+            let (steady, others): (Vec<usize>, Vec<usize>) = program.inside(None).partition(has_inner);
+            let of_pairs = steady.iter().map(|i| program.trip(*i, &|_| 256));
+            let trip = of_pairs.fold(Counts::default(), |sum, each| sum + each);
+            let all: Vec<usize> = steady.into_iter().chain(others.iter().copied()).collect();
+            let others = others.iter().map(|i| program.trip(*i, &|_| 1) * 128);
+            let once = others.fold(without(program, &all), |sum, each| sum + each);
+            Some(Body { trip, unrolled: 1, weights: 0, once, key_rounds: 0 })
+        }
+        // The loops over a row have one over a token's experts, of which there are eight in published models.
+        ("combine", [_]) => {
+            let outer: Vec<usize> = program.inside(None).collect();
+            let trip = outer.iter().map(|i| program.trip(*i, &|_| 8)).reduce(|a, b| a + b)?;
             Some(Body { trip, unrolled: 1, weights: 0, once: without(program, &outer), key_rounds: 0 })
         }
         // The steady loop is the loop over a chunk's logits, or over the results of a row's chunks. Other loops have

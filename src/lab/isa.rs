@@ -40,14 +40,7 @@ const MESA26: &str = ".cache/devices/mesa26";
 const WITH_MESA26: &str = "tools/with_mesa26.sh";
 
 pub fn isa(config: &Config, args: &args::Isa) -> Result<(), Error> {
-    let shapes: Vec<_> =
-        if args.shape.is_empty() { arch::dense_shapes().collect() } else { args.shape.clone() };
-    if let Some(shape) = shapes.iter().find(|shape| shape.spec().mixture.is_some()) {
-        return Err(Error::Argument(format!(
-            "{} has experts, whose kernels are not counted yet: choose a dense model",
-            shape.name
-        )));
-    }
+    let shapes = if args.shape.is_empty() { arch::shapes().collect() } else { args.shape.clone() };
     if args.compile {
         let compilation = judge::compile(&args.device, &shapes)?;
         return print(&serde_json::to_string(&compilation).expect("texts and numbers"));

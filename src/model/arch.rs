@@ -92,11 +92,6 @@ pub fn shapes() -> impl Iterator<Item = Shape> {
     ARCHS.iter().flat_map(|arch| arch.shapes.iter().copied())
 }
 
-/// The published sizes without experts, whose steps the judge counts.
-pub fn dense_shapes() -> impl Iterator<Item = Shape> {
-    shapes().filter(|shape| shape.spec().mixture.is_none())
-}
-
 /// The published size with that name. The error lists all names.
 pub fn shape(name: &str) -> Result<Shape, String> {
     shapes()

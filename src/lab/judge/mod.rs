@@ -183,7 +183,7 @@ mod tests {
     use crate::model::arch;
 
     fn all_shapes() -> Vec<Shape> {
-        arch::dense_shapes().collect()
+        arch::shapes().collect()
     }
 
     fn compiled() -> Compilation {

@@ -9,10 +9,10 @@ use crate::checkpoint::{Encoding, NativeTensor, Tensor};
 use crate::cli::load;
 use crate::gpu::{Device, Note};
 use crate::kernels::shaders::{
-    AttentionMergePush, AttentionPush, EmbedPush, FastMatmulPush, GluPush, HistoryPush, MatmulPush,
-    QkvStorePush, RmsNormPush, SamplePush, SoftcapPush,
+    AttentionMergePush, AttentionPush, CombinePush, EmbedPush, FastMatmulPush, GluPush, GroupPairsPush,
+    HistoryPush, MatmulPush, QkvStorePush, RmsNormPush, RoutePush, SamplePush, SoftcapPush,
 };
-use crate::kernels::{AttentionBy, AttentionTile, Item, LayerKind, Tiles, Wants};
+use crate::kernels::{AttentionBy, AttentionTile, Experts, Item, LayerKind, Tiles, Wants};
 use crate::lab::cost::{self, Dispatch, Drawn, Heads};
 use crate::model::load::{LoadError, LoadOptions, Source};
 use crate::model::memory::MAX_SEQUENCES;
@@ -24,6 +24,9 @@ use crate::model::{
     Batch, BatchSequence, BlockList, Draw, Input, Runner, RunnerError, Sampling, SamplingParams,
 };
 use crate::tensor::{DType, KvDtype, Precision, Scheme};
+
+/// Constants of a product with int8 by lanes. The last one is GROUPED.
+const LANE_CONSTANTS: usize = 6;
 
 /// Dispatches of one kind in a step.
 #[derive(Debug, Clone)]
@@ -187,6 +190,10 @@ impl PaperModel {
         Heads { num_heads, num_kv_heads, head_dim, kv: self.types.kv }
     }
 
+    fn experts(&self) -> Experts {
+        self.layers.experts.expect("kernels of experts in a mixture")
+    }
+
     /// The name and the cost of a recorded dispatch. Panics if the cost belongs to another pipeline or grid.
     fn cost(&self, note: &Note) -> (&'static str, Dispatch) {
         let Types { projections, embedding, precision, .. } = self.types;
@@ -211,6 +218,31 @@ impl PaperModel {
                     _ => cost::rms_norm(x, width, wants),
                 };
                 (note.label, dispatch)
+            }
+            "route" => {
+                let dim = note.push::<RoutePush>().dim as usize;
+                ("router", cost::route(self.experts(), x, dim))
+            }
+            "group_pairs" => {
+                let GroupPairsPush { pairs, per_token, .. } = note.push();
+                ("groups of pairs", cost::group_pairs(self.experts(), (pairs / per_token) as usize))
+            }
+            "combine" => {
+                let dim = note.push::<CombinePush>().dim as usize;
+                ("experts' sum", cost::combine(self.experts(), x, dim, note.constants == [1]))
+            }
+            "matmul" if note.constants[1] > 0 => {
+                let MatmulPush { rows, cols, tokens: pairs, .. } = note.push();
+                let (experts, kind) = (self.experts(), (None, note.constants[1]));
+                let (shape, tokens) = ([rows as usize, cols as usize], pairs as usize / experts.per_token);
+                (note.label, cost::experts(precision, scheme, &experts, shape, tokens, kind))
+            }
+            "fast_matmul" if note.constants.len() == LANE_CONSTANTS && note.constants[5] > 0 => {
+                let FastMatmulPush { rows0, cols, tokens: pairs, .. } = note.push();
+                let gated = (note.constants[1] == 1).then_some(self.layers.activation);
+                let (experts, kind) = (self.experts(), (gated, note.constants[5]));
+                let (shape, tokens) = ([rows0 as usize, cols as usize], pairs as usize / experts.per_token);
+                (note.label, cost::experts(precision, scheme, &experts, shape, tokens, kind))
             }
             "matmul" => {
                 let MatmulPush { rows, cols, tokens, .. } = note.push();
@@ -296,15 +328,17 @@ impl PaperModel {
             }
             other => panic!("{name}: there is no cost of {other}"),
         };
+        // The device computes the workgroups of experts.
+        let is_of_experts = ["experts' gate, up", "experts' down"].contains(&note.label);
         let recorded: u64 = note.groups.iter().map(|n| u64::from(*n)).product();
         assert_eq!((dispatch.shader.name, &dispatch.constants), (name, &note.constants), "{what}");
         // The last round of a product's grid may have workgroups without work.
         let is_product = note.shader.kernel.ends_with("matmul");
         assert!(
-            recorded == dispatch.workgroups || is_product && recorded > dispatch.workgroups,
+            is_of_experts || recorded == dispatch.workgroups || is_product && recorded > dispatch.workgroups,
             "{what}: {note:?}"
         );
-        if is_product {
+        if is_product && !is_of_experts {
             let weights =
                 note.ranges.iter().filter(|range| range.class.is_weights()).map(|range| range.bytes);
             assert_eq!(weights.sum::<u64>(), dispatch.weight_bytes, "{what}: bytes of weights");
@@ -320,7 +354,11 @@ mod tests {
     use crate::model::arch;
 
     fn of_27b() -> PaperModel {
-        let config = arch::shape("gemma-3-27b").unwrap().spec();
+        of_shape("gemma-3-27b")
+    }
+
+    fn of_shape(name: &str) -> PaperModel {
+        let config = arch::shape(name).unwrap().spec();
         let types = Types {
             projections: Scheme::int4(128),
             embedding: Scheme::Int8Row,
@@ -349,6 +387,32 @@ mod tests {
         assert_eq!(weights / 10_000_000, 1461, "{weights}");
         let kv: u64 = work.iter().map(|w| w.times * w.dispatch.kv_bytes).sum();
         assert_eq!(kv, 62 * (513 + 1) * 2 * 16 * 128 * 2);
+    }
+
+    /// Of 128 experts of 704 or 768, a token uses eight; sixteen tokens are expected to use 82.4 of them.
+    #[test]
+    fn experts_that_no_token_uses_are_not_read() {
+        let bytes = |work: &[StepDispatches], what: &str| -> u64 {
+            work.iter().filter(|w| w.what == what).map(|w| w.times * w.dispatch.weight_bytes).sum()
+        };
+        for (name, layers, hidden, width, dispatches) in
+            [("gemma-4-26b-a4b", 30, 2816, 704, 14), ("qwen3-30b-a3b", 48, 2048, 768, 11)]
+        {
+            let mut model = of_shape(name);
+            let one = model.step(std::slice::from_ref(&(512..513)), Some(Drawn::Greedy)).unwrap();
+            let all: u64 = one.iter().map(|w| w.times).sum();
+            assert_eq!(all / layers, dispatches, "{name}: {all} dispatches");
+            let of_one =
+                Scheme::int4(128).block_bytes(width, hidden) + Scheme::int4(128).scale_bytes(width, hidden);
+            assert_eq!(bytes(&one, "experts' gate, up"), layers * 2 * 8 * of_one, "{name}");
+            let sixteen = model.step(&vec![512..513; 16], Some(Drawn::Greedy)).unwrap();
+            let share = bytes(&sixteen, "experts' gate, up") as f64 / bytes(&one, "experts' gate, up") as f64;
+            assert!((share - 82.4 / 8.0).abs() < 0.01, "{name}: {share}");
+            assert_eq!(
+                sixteen.iter().filter(|w| w.what == "groups of pairs").map(|w| w.times).sum::<u64>(),
+                layers
+            );
+        }
     }
 
     #[test]
