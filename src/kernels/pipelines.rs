@@ -1,6 +1,6 @@
 //! Lists all pipelines that a GPU may run: every shader with its possible specialization constants.
 
-use super::arrays::{Experts, Heads, HiddenAct, LayerKind};
+use super::arrays::{Heads, HiddenAct, LayerKind};
 use super::attention_kernels::{AttentionBy, AttentionTile, attention_constants};
 use super::expert_kernels::route_constants;
 use super::operand::{
@@ -45,19 +45,15 @@ fn of_int8(
     all
 }
 
-/// Experts of the router's pipeline.
-const EXPERTS: Experts = Experts { count: 128, per_token: 8, renormalizes: true };
-
 /// Every pipeline that a GPU may run, with its constants, for such layers, and attention with `group` query heads per KV
 /// head.
 #[doc(hidden)]
 pub fn all_pipelines(layers: LayerKind, group: u32, head_dim: u32) -> Vec<(&'static Shader, Vec<u32>)> {
     let ([activation, post_norms], of_qkv) = layers.constants();
-    // Products of experts differ in the addresses of activations. The widest tile has the most of them, and stands for all
-    // in a model without experts.
-    let of_experts = if layers.experts.is_some() { GPU_TILES } else { &GPU_TILES[LANE_TILES - 1..] };
+    let of_experts: &[Tile] = if layers.experts.is_some() { GPU_TILES } else { &[] };
     let constants = |shader: &'static Shader| -> Vec<Vec<u32>> {
         match shader.constants.iter().map(|(_, name)| *name).collect::<Vec<_>>()[..] {
+            [] if layers.experts.is_none() && shader.kernel == "group_pairs" => vec![],
             [] => vec![vec![]],
             ["COLUMNS", "GROUPED"] => {
                 let plain = GPU_TILES.iter().map(|tile| vec![tile.columns, 0]);
@@ -65,9 +61,9 @@ pub fn all_pipelines(layers: LayerKind, group: u32, head_dim: u32) -> Vec<(&'sta
                 plain.chain(of_experts.iter().flat_map(grouped)).collect()
             }
             ["EXPERTS", "PER_TOKEN", "RENORMALIZED"] => {
-                vec![route_constants(layers.experts.unwrap_or(EXPERTS)).to_vec()]
+                layers.experts.map(|experts| route_constants(experts).to_vec()).into_iter().collect()
             }
-            ["NORMED"] => vec![vec![0], vec![1]],
+            ["NORMED"] => layers.experts.iter().flat_map(|_| [vec![0], vec![1]]).collect(),
             ["SILU"] => vec![vec![activation]],
             ["POST_NORM"] => vec![vec![post_norms]],
             ["QK_NORM", "BIAS", "VALUE_NORM"] => vec![of_qkv.to_vec()],

@@ -763,7 +763,9 @@ mod tests {
     #[test]
     fn every_pipeline_has_a_case_for_its_steady_loop() {
         let program = Program::parse("BB1:\n\tv_fma_f32 v1, v2, v3, v4\n\ts_cbranch_scc1 BB1\n").unwrap();
-        for (shader, constants) in crate::kernels::all_pipelines(LayerKind::default(), 2, 128) {
+        let experts = Experts { count: 128, per_token: 8, renormalizes: true };
+        let layers = LayerKind { experts: Some(experts), ..LayerKind::default() };
+        for (shader, constants) in crate::kernels::all_pipelines(layers, 2, 128) {
             let found = body(shader, &constants, &program);
             let has_none = ["history", "glu", "quantize", "softcap"].contains(&shader.kernel)
                 || shader.kernel.starts_with("offload_");

@@ -144,15 +144,26 @@ impl ChosenKv {
     /// The limits are those that are configured, not those that fit: what fits depends on this choice.
     pub fn auto(c: &ModelSpec, schemes: &Schemes, context: usize, sequences: usize) -> ChosenKv {
         let seen = |tokens: usize| kv_bytes_seen(c, KvDtype::F16, tokens.max(1) - 1, 1);
-        let kv = seen(context).max(sequences as u64 * seen(context.min(AUTO_KV_TOKENS)));
-        let bytes = |(spec, scheme): (&TensorSpec, &Scheme)| {
-            scheme.block_bytes(spec.rows(), spec.cols()) + scheme.scale_bytes(spec.rows(), spec.cols())
+        // The weights that a step of `tokens` sequences reads: of experts, those that it is expected to use.
+        let weights = |tokens: usize| -> f64 {
+            let bytes = |(spec, scheme): (&TensorSpec, &Scheme)| {
+                let all = scheme.block_bytes(spec.rows(), spec.cols())
+                    + scheme.scale_bytes(spec.rows(), spec.cols());
+                match (spec.role, c.mixture) {
+                    (Role::Experts, Some(Mixture { experts, .. })) => {
+                        all as f64 * experts.expected(tokens) / experts.count as f64
+                    }
+                    _ => all as f64,
+                }
+            };
+            let layers = c.tensors.layers.iter().zip(&schemes.layers);
+            let projections =
+                layers.flat_map(|(specs, schemes)| specs.projections.iter().zip(schemes.iter())).map(bytes);
+            projections.sum::<f64>() + bytes((c.head(), &schemes.head()))
         };
-        let layers = c.tensors.layers.iter().zip(&schemes.layers);
-        let projections =
-            layers.flat_map(|(specs, schemes)| specs.projections.iter().zip(schemes.iter())).map(bytes);
-        let weights = projections.sum::<u64>() + bytes((c.head(), &schemes.head()));
-        let percent = 100.0 * kv as f64 / weights as f64;
+        let of_one = seen(context) as f64 / weights(1);
+        let of_all = (sequences as u64 * seen(context.min(AUTO_KV_TOKENS))) as f64 / weights(sequences);
+        let percent = 100.0 * of_one.max(of_all);
         let dtype = if percent >= AUTO_KV_PERCENT { KvDtype::Int8 } else { KvDtype::F16 };
         let why =
             format!("in f16, a full step would read {percent:.1} % as many bytes of them as of weights");

@@ -28,7 +28,7 @@ def begin(name):
             print(name, *sys.argv[1:], file=file)
     if os.environ.get("STAND_IN_FAIL") == name:
         for line in range(100):
-            print(f"{name}: line {line}")
+            print(f"{name}: line {line}", flush=True)
         print(f"{name}: \x1b[31mno such register\x1b[0m", file=sys.stderr)
         sys.exit(3)
     if os.environ.get("STAND_IN_HANG") == name:
