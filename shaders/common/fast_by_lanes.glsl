@@ -117,21 +117,24 @@ void main() {
         [[dont_unroll]] for (uint digit = SHARED_ACTIVATIONS; digit < 2 && b < end; digit++) {
             if (SHARED_ACTIVATIONS == 1 && (scale_bits & SECOND_DIGIT) == 0) break;
             scale_bits = 0;
-            TokenBlocks blocks_at = TokenBlocks(address_after(x_address, at * 32));
-            TokenScales scales_at = TokenScales(address_after(scales_address, at * 8));
-            [[unroll]] for (uint c = 0; c < COLUMNS; c++) {
-                ActivationBlock a;
-                uvec2 scale;
-                if (GROUPED == GATHERED) {
-                    a = x.at[at + listed[c]];
-                    scale = x_scales.at[at + listed[c]];
-                } else {
-                    a = blocks_at.of[c];
-                    scale = scales_at.of[c];
+            if (GROUPED == GATHERED) {
+                [[unroll]] for (uint c = 0; c < COLUMNS; c++) {
+                    const ActivationBlock a = x.at[at + listed[c]];
+                    const uvec2 scale = x_scales.at[at + listed[c]];
+                    scale_bits |= scale.x;
+                    [[unroll]] for (uint m = 0; m < MATRICES; m++)
+                        acc[m][c] = folded(w[m], a, abs(uintBitsToFloat(scale.x)), scale.y, s[m], acc[m][c]);
                 }
-                scale_bits |= scale.x;
-                [[unroll]] for (uint m = 0; m < MATRICES; m++)
-                    acc[m][c] = folded(w[m], a, abs(uintBitsToFloat(scale.x)), scale.y, s[m], acc[m][c]);
+            } else {
+                TokenBlocks blocks_at = TokenBlocks(address_after(x_address, at * 32));
+                TokenScales scales_at = TokenScales(address_after(scales_address, at * 8));
+                [[unroll]] for (uint c = 0; c < COLUMNS; c++) {
+                    const ActivationBlock a = blocks_at.of[c];
+                    const uvec2 scale = scales_at.of[c];
+                    scale_bits |= scale.x;
+                    [[unroll]] for (uint m = 0; m < MATRICES; m++)
+                        acc[m][c] = folded(w[m], a, abs(uintBitsToFloat(scale.x)), scale.y, s[m], acc[m][c]);
+                }
             }
             // For a column without second digits, the second pass adds nothing.
             if ((scale_bits & SECOND_DIGIT) == 0) break;
@@ -141,7 +144,8 @@ void main() {
     }
 
     // An invocation adds up, in order, the segments of column `segment` of the staged columns.
-    const uint row = part.first_row + lane;
+    // Without experts, the row follows from the tile, and needs no register of its own until here.
+    const uint first_row = GROUPED == 0 ? tile * TILE_ROWS : part.first_row, row = first_row + lane;
     [[unroll]] for (uint staged = 0; staged < COLUMNS; staged += STAGED) {
         if (staged > 0) barrier();
         [[unroll]] for (uint m = 0; m < MATRICES; m++)
@@ -180,7 +184,7 @@ void main() {
                 atomicAdd(sums[digit][column][2], abs(q));
                 barrier();
                 if (digit == 0) has_second = needs_second(block_largest, sums[digit][column][2]);
-                const uint to = (digit * tiles + part.first_row / TILE_ROWS) * y0_stride + token;
+                const uint to = (digit * tiles + first_row / TILE_ROWS) * y0_stride + token;
                 if (is_one && lane < 8 && (digit == 0 || has_second)) {
                     const ivec4 four = ivec4(results[column][4 * lane], results[column][4 * lane + 1],
                                              results[column][4 * lane + 2], results[column][4 * lane + 3]);
