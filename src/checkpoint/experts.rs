@@ -56,15 +56,8 @@ pub(super) fn join(table: &mut Table) -> Result<(), CheckpointError> {
     for (whole, (place, parts)) in stacks {
         entries[place] = Some(stacked(table, whole, parts)?);
     }
-    table.tensors = entries.into_iter().flatten().collect();
-    table.by_name.clear();
-    for (index, entry) in table.tensors.iter().enumerate() {
-        if table.by_name.insert(entry.name.clone(), index).is_some() {
-            let problem = "is stored for single experts and for all of them; expected it once";
-            return Err(CheckpointError::tensor(&table.files[entry.file].display, &entry.name, problem));
-        }
-    }
-    Ok(())
+    let twice = "is stored for single experts and for all of them; expected it once";
+    table.replace(entries.into_iter().flatten().collect(), twice)
 }
 
 /// How a tensor holds matrices of experts.

@@ -33,6 +33,18 @@ impl Table {
         self.tensors.push(entry);
         Ok(())
     }
+
+    /// Replaces all tensors. `twice` says what is wrong with a name that two of them have.
+    pub fn replace(&mut self, tensors: Vec<Entry>, twice: &str) -> Result<(), CheckpointError> {
+        self.tensors = tensors;
+        self.by_name.clear();
+        for (index, entry) in self.tensors.iter().enumerate() {
+            if self.by_name.insert(entry.name.clone(), index).is_some() {
+                return Err(CheckpointError::tensor(&self.files[entry.file].display, &entry.name, twice));
+            }
+        }
+        Ok(())
+    }
 }
 
 /// A tensor and the location of its parts.

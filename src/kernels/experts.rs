@@ -4,12 +4,12 @@
 //! experts take their workgroup counts from a buffer, and read the matrices of the experts that some token chose, each
 //! once for all of its tokens.
 
+use super::Kernels;
 use super::arrays::{Activations, Experts, RmsNorm, words};
 use super::expert_kernels::ExpertKernels;
 use super::operand::{Grouped, Operand, Quantized};
 use super::shaders;
 use super::weights::Matrix;
-use super::{Kernels, fours};
 use crate::gpu::{Buffer, INDIRECT_BYTES, Recorder};
 
 /// The router of a layer (`shaders/route.comp`).
@@ -216,28 +216,6 @@ impl Kernels {
             sum_eps: norms.map_or(0.0, |norms| norms[1].eps),
         };
         recorder.dispatch(&combine[usize::from(norms.is_some())], &arguments, [tokens as u32, 1, 1]);
-    }
-
-    /// [`Kernels::glu`] for `pairs` rows. The blocks of `y` have room for `rows` rows.
-    fn glu_rows(
-        &self,
-        recorder: &mut Recorder<'_>,
-        [gate, up]: [&Activations; 2],
-        y: &Operand,
-        pairs: usize,
-        rows: usize,
-    ) {
-        let to = y.blocks.as_ref().map(|blocks| blocks.planes(rows, up.width, "glu: y"));
-        let arguments = shaders::Glu {
-            gate: &gate.used(pairs, up.width, "glu: gate"),
-            up: &up.used(pairs, gate.width, "glu: up"),
-            blocks: to.as_ref().map(|to| &to.blocks),
-            scales: to.as_ref().map(|to| &to.scales),
-            width: gate.width as u32,
-            stride: gate.stride as u32,
-            padded: to.as_ref().map_or(0, |to| to.stride),
-        };
-        recorder.dispatch(self.glu.pipeline(y), &arguments, [fours(gate.width), pairs as u32, 1]);
     }
 }
 

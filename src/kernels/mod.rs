@@ -525,11 +525,23 @@ impl Kernels {
         y: &Operand,
         rows: usize,
     ) {
+        self.glu_rows(recorder, [gate, up], y, rows, rows);
+    }
+
+    /// [`Kernels::glu`], where the blocks of `y` have room for `room` rows.
+    fn glu_rows(
+        &self,
+        recorder: &mut Recorder<'_>,
+        [gate, up]: [&Activations; 2],
+        y: &Operand,
+        rows: usize,
+        room: usize,
+    ) {
         let input = gate.used(rows, up.width, "glu: gate");
         if let Some(floats) = &y.floats {
             assert_eq!(floats.buffer.address(), gate.buffer.address(), "glu: in place");
         }
-        let to = y.blocks.as_ref().map(|blocks| blocks.planes(rows, up.width, "glu: y"));
+        let to = y.blocks.as_ref().map(|blocks| blocks.planes(room, up.width, "glu: y"));
         let arguments = shaders::Glu {
             gate: &input,
             up: &up.used(rows, gate.width, "glu: up"),

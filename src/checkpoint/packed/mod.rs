@@ -60,14 +60,8 @@ pub(super) fn join(table: &mut Table, files: &ModelFiles) -> Result<Option<Forma
         Some(_) => joined.remove(&Some(index)),
         None => Some(entry),
     };
-    table.tensors = entries.filter_map(keep).collect();
-    table.by_name.clear();
-    for (index, entry) in table.tensors.iter().enumerate() {
-        if table.by_name.insert(entry.name.clone(), index).is_some() {
-            let problem = "is stored both unpacked and packed; expected one of them";
-            return Err(CheckpointError::tensor(&table.files[entry.file].display, &entry.name, problem));
-        }
-    }
+    let tensors = entries.filter_map(keep).collect();
+    table.replace(tensors, "is stored both unpacked and packed; expected one of them")?;
     Ok(Some(method.format()))
 }
 

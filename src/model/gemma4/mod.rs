@@ -1,6 +1,6 @@
 //! Gemma 4: scores without a scale, values normed without weights, layers that see all positions with larger heads
 //! than the others and values that are their raw keys, a number that each layer's result is multiplied by, and a soft cap
-//! of the logits. A mixture has experts beside the dense network of each layer. Norm weights are used as stored. The output head is the embedding.
+//! of the logits. A mixture has experts in addition to the dense network of each layer. Norm weights are used as stored. The output head is the embedding.
 
 mod config;
 mod gguf;
