@@ -24,6 +24,7 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.error
 import urllib.request
 from pathlib import Path
 
@@ -83,6 +84,20 @@ def get(url, body=None, seconds=60):
         return json.load(answer)
 
 
+def wait_until_ready(url, server):
+    """Waits for the self-test, which follows the load. Until its end the server answers that it is loading."""
+    until = time.monotonic() + START_SECONDS
+    while True:
+        try:
+            return get(f"{url}/health")
+        except urllib.error.HTTPError as error:
+            if error.code != 503:
+                raise
+        if server.poll() is not None or time.monotonic() > until:
+            sys.exit("error: the server did not become ready; the log above says why")
+        time.sleep(0.2)
+
+
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--dir", type=Path, default=ROOT / "target/synth-27b")
@@ -129,6 +144,7 @@ def main():
             sys.exit(f"error: cannot parse the line of the log about the load: {line}")
         size, seconds, rate, placed, resident, peak, cached = map(float, numbers.groups())
         layers = next((int(found.group(1)) for line in lines if (found := re.search(r"model .*: (\d+) layers,", line))), 0)
+        wait_until_ready(url, server)
         since = time.monotonic()
         body = {"model": "synth", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2, "temperature": 0}
         body["model"] = get(f"{url}/v1/models")["data"][0]["id"]

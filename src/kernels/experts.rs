@@ -161,29 +161,65 @@ impl Kernels {
         routing: &Routing,
         tokens: usize,
     ) {
-        let ExpertMatrices { gate, up, down } = matrices;
-        let experts = &self.expert_kernels().experts;
-        let pairs = experts.pairs(tokens);
-        // One token has an item for each of its experts.
-        let groups =
-            |kind: u64| (tokens > 1).then(|| routing.groups.slice(kind * INDIRECT_BYTES, INDIRECT_BYTES));
-        let grouped = |kind: u64, is_gathered: bool| Grouped {
-            experts,
-            items: &routing.items,
-            list: is_gathered.then_some(&routing.rows),
-            groups: groups(kind),
-            tokens,
-        };
-        let (first, second) = (grouped(0, true), grouped(1, false));
         recorder.label("experts' gate, up");
-        if !self.products.gated_experts(recorder, [gate, up], x, to.gated, &first) {
-            for (matrix, y) in [(gate, to.gate), (up, to.up)] {
-                self.products.experts(recorder, matrix, x, y, &first);
-            }
-            self.glu_rows(recorder, [to.gate, to.up], to.gated, pairs, experts.pair_rows(tokens));
-        }
+        self.gated_experts(recorder, [matrices.gate, matrices.up], x, to, routing, tokens);
         recorder.label("experts' down");
-        self.products.experts(recorder, down, to.gated, to.out, &second);
+        self.experts_down(recorder, matrices.down, (to.gated, to.out), routing, tokens);
+    }
+
+    /// The first part of [`Kernels::expert_products`]: the gated products of the pairs, in the order of the routing.
+    pub fn gated_experts(
+        &self,
+        recorder: &mut Recorder<'_>,
+        gate_and_up: [&Matrix; 2],
+        x: &Operand,
+        to: &PairActivations<'_>,
+        routing: &Routing,
+        tokens: usize,
+    ) {
+        let grouped = self.grouped(routing, 0, tokens);
+        if self.products.gated_experts(recorder, gate_and_up, x, to.gated, &grouped) {
+            return;
+        }
+        let products = [to.gate, to.up];
+        for (matrix, y) in gate_and_up.into_iter().zip(products) {
+            self.products.experts(recorder, matrix, x, y, &grouped);
+        }
+        let experts = grouped.experts;
+        self.glu_rows(recorder, products, to.gated, experts.pairs(tokens), experts.pair_rows(tokens));
+    }
+
+    /// The second part of [`Kernels::expert_products`]: the products of `down` with the pairs' rows of `gated`.
+    pub fn experts_down(
+        &self,
+        recorder: &mut Recorder<'_>,
+        down: &Matrix,
+        (gated, out): (&Operand, &Activations),
+        routing: &Routing,
+        tokens: usize,
+    ) {
+        self.products.experts(recorder, down, gated, out, &self.grouped(routing, 1, tokens));
+    }
+
+    /// The pairs of `tokens` tokens, for the products of gate and up (`part` 0), which take the tokens' rows, or for those
+    /// of down (1), which take the pairs' rows.
+    fn grouped<'a>(&'a self, routing: &'a Routing, part: u64, tokens: usize) -> Grouped<'a> {
+        Grouped {
+            experts: &self.expert_kernels().experts,
+            items: &routing.items,
+            list: (part == 0).then_some(&routing.rows),
+            // One token has an item for each of its experts.
+            groups: (tokens > 1).then(|| routing.groups.slice(part * INDIRECT_BYTES, INDIRECT_BYTES)),
+            tokens,
+        }
+    }
+
+    /// The fewest tokens, up to `most`, for which each kernel of the products of experts is used, in ascending order.
+    pub fn expert_tokens(&self, most: usize) -> Vec<usize> {
+        let experts = &self.expert_kernels().experts;
+        let mut tokens: Vec<usize> = (1..=most).collect();
+        tokens.dedup_by_key(|tokens| self.products.expert_tile(experts, *tokens).columns);
+        tokens
     }
 
     /// Adds up what the experts of each of `tokens` tokens computed, in the order of their ranks. Without `norms`, `y`

@@ -504,8 +504,9 @@ impl<'a> Load<'a> {
         let ropes = self.rope_tables(config, limits.max_context)?;
         let arena = &mut self.arena;
         let distinct = schemes.distinct();
-        let cases =
-            device_buffer(arena, self_test::buffer_bytes(&heads, &distinct), "the cases of the self-test")?;
+        let tested = memory::tested_experts(config, schemes, tokens);
+        let bytes = self_test::buffer_bytes(&heads, &distinct, tested.as_ref());
+        let cases = device_buffer(arena, bytes, "the cases of the self-test")?;
         let moments = match options.moments && of.is_none() {
             true => specs
                 .layers
@@ -559,11 +560,15 @@ impl<'a> Load<'a> {
         let frames = (0..MAX_IN_FLIGHT)
             .map(|i| Frame::new(arena, config, &limits, i))
             .collect::<Result<Vec<_>, GpuError>>()?;
-        let bytes = self_test::result_bytes(&heads);
+        let bytes = self_test::result_bytes(&heads, tested.as_ref());
         let results = arena.alloc(MemoryKind::Readback, Class::Staging, bytes, "results of the self-test")?;
         let gated = layers.iter().zip(&schemes.layers).filter_map(|(layer, schemes)| {
             let scheme = schemes.gate_proj.filter(|scheme| schemes.up_proj == Some(*scheme))?;
             Some((scheme, layer.wants.down?))
+        });
+        let gated_experts = layers.iter().zip(&schemes.layers).filter_map(|(layer, schemes)| {
+            let scheme = schemes.expert_gate_proj.filter(|scheme| schemes.expert_up_proj == Some(*scheme))?;
+            Some((scheme, layer.experts.as_ref()?.wants[1]))
         });
         let traits = Traits {
             layers: config.layer_kind(),
@@ -579,6 +584,8 @@ impl<'a> Load<'a> {
             activated: each_once(layers.iter().filter_map(|layer| layer.wants.down)),
             last: kernels.wants([lm_head.as_ref().unwrap_or(embedding.matrix())]),
             has_softcap: config.final_logit_softcap.is_some(),
+            experts: tested,
+            gated_experts: each_once(gated_experts),
         };
         let (self_test, image) = SelfTest::new(self.device, &kernels, &traits, &cases, results);
         self.uploader.upload(&cases, &image)?;

@@ -10,7 +10,7 @@ use std::fmt;
 
 use super::offload::OffloadLimits;
 use super::rope::RopeSpec;
-use super::self_test;
+use super::self_test::{self, TestedExperts};
 use super::spec::{AttentionHeads, LayerSpec, Mixture, ModelSpec, each_once};
 use super::tensors::{Layer, ModelTensors, Projections, Role, TensorSpec};
 use super::weights::Weights;
@@ -347,7 +347,8 @@ impl<'a> MemoryRequest<'a> {
                 add(Class::Activations, device, bytes, rope_table_name(rope));
             }
             let heads = distinct_heads(c, self.kv);
-            let bytes = self_test::buffer_bytes(&heads, &schemes.distinct());
+            let experts = tested_experts(c, schemes, self.batch_tokens());
+            let bytes = self_test::buffer_bytes(&heads, &schemes.distinct(), experts.as_ref());
             add(Class::Activations, device, bytes, "self-test".into());
             if self.moments && !is_draft {
                 for (i, layer) in c.tensors.layers.iter().enumerate() {
@@ -370,7 +371,7 @@ impl<'a> MemoryRequest<'a> {
                 add(Class::Staging, MemoryKind::Readback, results_bytes(c).iter().sum(), "results".into());
             }
 
-            let bytes = self_test::result_bytes(&heads);
+            let bytes = self_test::result_bytes(&heads, experts.as_ref());
             add(Class::Staging, MemoryKind::Readback, bytes, "results of the self-test".into());
 
             for (i, (layer, pool)) in c.layers.iter().zip(pools_of_layers(c, &limits.kv.pools)).enumerate() {
@@ -689,6 +690,15 @@ pub(super) fn expert_activations(
         ("experts' results", Activations::bytes(rows, c.hidden_size)),
         ("routing", Routing::bytes(experts.pairs(tokens)).iter().sum()),
     ]
+}
+
+/// What the self-test needs to know of a model's experts. `tokens` is [`MemoryRequest::batch_tokens`].
+pub(super) fn tested_experts(c: &ModelSpec, schemes: &Schemes, tokens: usize) -> Option<TestedExperts> {
+    let of_layer = |layer: &Projections<Scheme>| {
+        [layer.expert_gate_proj, layer.expert_up_proj, layer.expert_down_proj].into_iter().flatten()
+    };
+    let schemes = each_once(schemes.layers.iter().flat_map(of_layer));
+    c.mixture.map(|mixture| TestedExperts { experts: mixture.experts, tokens, schemes })
 }
 
 /// The largest of a size that depends on the heads of a layer.

@@ -212,7 +212,7 @@ fn a_model_and_its_draft_are_planned_together() {
     // self-test. The two models use all other activations in turn.
     let tables = 2 * 4096 * 256 * 4;
     let heads = Heads { group: 4, head_dim: 256, kv: KvDtype::F16 };
-    let own = tables + self_test::buffer_bytes(&[heads], &[Scheme::Int8Row, Scheme::int4(128)]);
+    let own = tables + self_test::buffer_bytes(&[heads], &[Scheme::Int8Row, Scheme::int4(128)], None);
     assert_eq!(sum(&both, Class::Activations), sum(&alone(&model), Class::Activations) + own);
     let [of_both, of_model, of_draft] = [&both, &alone(&model), &alone(&small)]
         .map(|request| (request.weight_bytes(), request.kv_bytes_per_token()));

@@ -10,7 +10,7 @@ use unicorn::kernels::{
 };
 use unicorn::tensor::{Precision, Scheme};
 
-use crate::support::kernel_bench::{BODIES, Bench, Fma, STORED, Stored, fma_of};
+use crate::support::kernel_bench::{BODIES, Bench, Fma, Stored, fma_of, schemes_of_large_kernels};
 use crate::support::reference;
 
 const EPS: f32 = 1e-6;
@@ -229,7 +229,7 @@ fn of_pairs(
 #[test]
 fn experts_compute_the_bits_of_dense_networks() {
     let (width, hidden) = (64, 96);
-    for (index, scheme) in STORED.into_iter().enumerate() {
+    for (index, &scheme) in schemes_of_large_kernels().iter().enumerate() {
         let ways = [
             (Tiles::COUNTED, Precision::Fast),
             (Tiles::Cpu, Precision::Fast),

@@ -17,7 +17,8 @@ use unicorn::tensor::{KvDtype, Precision, QuantizeMode, QuantizedRow, Scales, Sc
 
 use crate::support::goldens::{Goldens, all_logits, drafted};
 use crate::support::kernel_bench::{
-    Bench, Fma, STORED, device_with, emulated_tiles, fma_of, multiplied_by, with_each_body,
+    Bench, EACH_KIND, Fma, STORED, device_with, emulated_tiles, fma_of, multiplied_by,
+    schemes_of_large_kernels, with_each_body,
 };
 use crate::support::reference::{BLOCK_COLS, QuantizedActivations, divergence, fast_product};
 use crate::support::texts::{Texts, penalties, prompts_of_tiny_a};
@@ -163,8 +164,6 @@ fn every_width_of_every_scheme_matches_the_reference_bit_for_bit_in_gpu_tiles() 
 }
 
 /// One scheme of each kind: row scales, scales with shifts for half blocks, scales for blocks, and six bits.
-const EACH_KIND: [Scheme; 4] = [STORED[0], STORED[5], STORED[7], STORED[17]];
-
 #[test]
 fn every_width_matches_the_reference_with_activations_in_shared_memory() {
     let shared = GpuTiles::all(Way::Lanes { columns: 32, activations: ActivationsFrom::SharedMemory });
@@ -172,8 +171,8 @@ fn every_width_matches_the_reference_with_activations_in_shared_memory() {
 }
 
 #[test]
-fn every_width_of_every_scheme_matches_the_reference_in_emulated_tiles() {
-    check_every_width(Bench::new(71), &STORED, emulated_tiles);
+fn every_width_matches_the_reference_in_emulated_tiles() {
+    check_every_width(Bench::new(71), schemes_of_large_kernels(), emulated_tiles);
 }
 
 /// Uses the cooperative matrices of the device.

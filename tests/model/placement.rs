@@ -550,7 +550,7 @@ fn the_27b_takes_the_memory_that_is_computed_by_hand() {
     let draws = (65 * (8 + 42) + 3 * 4096 + 8 + 3 * 1024u64).next_multiple_of(4);
     let floats = tokens * row + partials + 64 * (2 * 5376 + 2 * 262_208 + draws) + 2 * 8192 * 128 + 65 * 8192;
     let heads = Heads { group: 2, head_dim: 128, kv: request.kv };
-    let self_test = self_test::buffer_bytes(&[heads], &[Scheme::Int8Row, Scheme::int4(128)]);
+    let self_test = self_test::buffer_bytes(&[heads], &[Scheme::Int8Row, Scheme::int4(128)], None);
     assert!((MIB / 2..2 * MIB).contains(&self_test), "{self_test}");
     let expected = 4 * floats + 256 + int8 + self_test;
     assert_eq!(bytes(Class::Activations), expected);

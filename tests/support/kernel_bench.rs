@@ -23,7 +23,7 @@ use unicorn::tensor::{
 
 use super::checkpoints::integers;
 use super::reference::{self};
-use super::{device, policy};
+use super::{device, policy, wants_all};
 
 /// The heads that the kernels of a new bench are made for.
 pub const HEADS: Heads = Heads { group: 2, head_dim: 64, kv: KvDtype::F32 };
@@ -68,6 +68,14 @@ pub const STORED: [Scheme; 18] = {
         Scheme::Int { bits: Bits::Six, group: 16, scales: Scales::SuperSymmetric },
     ]
 };
+
+/// A scheme of each way to read weights and to scale products.
+pub const EACH_KIND: [Scheme; 4] = [STORED[0], STORED[5], STORED[7], STORED[17]];
+
+/// The schemes of tests that compile large kernels for each of them: all in `make test-kernels`, otherwise one of each kind.
+pub fn schemes_of_large_kernels() -> &'static [Scheme] {
+    if wants_all("UNICORN_TEST_KERNELS") { &STORED } else { &EACH_KIND }
+}
 
 /// The kernel variants: every kernel has one for GPUs, and some have one for CPUs (`shaders/common/lanes.glsl`).
 pub const BODIES: [Tiles; 2] = [Tiles::COUNTED, Tiles::Cpu];

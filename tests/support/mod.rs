@@ -77,7 +77,7 @@ pub fn data(path: impl AsRef<Path>) -> PathBuf {
 }
 
 /// Whether the environment asks for all inputs, `VARIABLE=all`, instead of a quick part: `UNICORN_TEST_REAL` (`make
-/// test-real`) or `UNICORN_TEST_DEMO` (`make test-demo`).
+/// test-real`), `UNICORN_TEST_DEMO` (`make test-demo`) or `UNICORN_TEST_KERNELS` (`make test-kernels`).
 pub fn wants_all(variable: &str) -> bool {
     std::env::var(variable).is_ok_and(|value| value == "all")
 }

@@ -4,6 +4,7 @@
 
 use std::ops::Range;
 
+use super::experts::TestedExperts;
 use super::inputs::{self, COLS, DRAWS, KV_HEADS, NEW_TOKENS, NORM_ROWS, ROWS, TOKENS, VOCAB, WIDTH};
 use super::stored::{Set, Stored};
 use crate::gpu::{Buffer, Recorder};
@@ -43,6 +44,9 @@ pub struct Traits {
     pub last: Wants,
     /// Whether the logits have a soft cap.
     pub has_softcap: bool,
+    /// The experts of a mixture, and what `gated` is for their matrices.
+    pub experts: Option<TestedExperts>,
+    pub gated_experts: Vec<(Scheme, Wants)>,
 }
 
 /// The factor of a sum, which halves the stored one exactly.
@@ -56,7 +60,7 @@ macro_rules! case_buffers {
     (|$heads:ident| { $($common:tt)* } $($part:ident: $bytes:expr,)+) => {
         /// A place in the buffer of all cases.
         #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-        enum CaseBuffer { $($part,)+ }
+        pub(super) enum CaseBuffer { $($part,)+ }
 
         /// Bytes of each part.
         fn sizes($heads: &Heads) -> Vec<(CaseBuffer, u64)> {
@@ -136,11 +140,13 @@ case_buffers! {
 /// Bytes for a list of items, and for each other list that shares out attention.
 const ITEM_BYTES: u64 = ROOM.tiles as u64 * size_of::<Item>() as u64;
 
-/// Bytes of the buffer of all cases of a model with these heads and schemes. The cases of each heads have all parts.
-pub fn buffer_bytes(heads: &[Heads], schemes: &[Scheme]) -> u64 {
+/// Bytes of the buffer of all cases of a model with these heads, schemes and experts. The cases of each heads have all
+/// parts.
+pub fn buffer_bytes(heads: &[Heads], schemes: &[Scheme], experts: Option<&TestedExperts>) -> u64 {
     let parts = heads.iter().flat_map(sizes).map(|(_, bytes)| bytes);
     let matrices = schemes.iter().flat_map(|scheme| matrix_bytes(*scheme));
-    parts.chain(matrices).map(|bytes| bytes.next_multiple_of(ALIGNMENT)).sum()
+    let of_experts = experts.into_iter().flat_map(TestedExperts::part_bytes);
+    parts.chain(matrices).chain(of_experts).map(|bytes| bytes.next_multiple_of(ALIGNMENT)).sum()
 }
 
 fn matrix_bytes(scheme: Scheme) -> [u64; 2] {
@@ -148,10 +154,11 @@ fn matrix_bytes(scheme: Scheme) -> [u64; 2] {
 }
 
 /// Bytes of the results of one submit: those of the largest case, and no less than a few cases have.
-pub fn result_bytes(heads: &[Heads]) -> u64 {
+pub fn result_bytes(heads: &[Heads], experts: Option<&TestedExperts>) -> u64 {
     let widths = heads.iter().map(|heads| heads.group * KV_HEADS * heads.head_dim);
     let width = widths.max().expect("the heads of a layer at least");
-    (Activations::bytes(QUERIES, width) + Quantized::bytes(QUERIES, width) + (32 << 10)).max(128 << 10)
+    let attended = Activations::bytes(QUERIES, width) + Quantized::bytes(QUERIES, width) + (32 << 10);
+    attended.max(128 << 10).max(experts.map_or(0, TestedExperts::result_bytes))
 }
 
 /// How the bytes of a result are read.
@@ -209,11 +216,41 @@ pub struct Element {
 }
 
 /// A result of a case: buffers that are copied to the host one after the other.
-struct Output {
+pub(super) struct Output {
     name: &'static str,
     from: Vec<Buffer>,
     form: Form,
     elements: Vec<Element>,
+}
+
+impl Output {
+    /// All of the first `count` numbers of a buffer.
+    fn of(name: &'static str, from: &Buffer, form: Form, count: usize, elements: Vec<Element>) -> Output {
+        assert_eq!(elements.len(), count, "{name}");
+        Output { name, from: vec![from.slice(0, 4 * count as u64)], form, elements }
+    }
+
+    /// Integers of four bytes, which must be exact.
+    pub(super) fn integers(
+        name: &'static str,
+        from: &Buffer,
+        count: usize,
+        values: impl IntoIterator<Item = usize>,
+    ) -> Output {
+        let element = |(index, value)| Element { index, value: value as f64, bound: 0.0 };
+        Output::of(name, from, Form::U32, count, values.into_iter().enumerate().map(element).collect())
+    }
+
+    pub(super) fn floats(
+        name: &'static str,
+        from: &Buffer,
+        count: usize,
+        values: impl IntoIterator<Item = f64>,
+        bound: f64,
+    ) -> Output {
+        let element = |(index, value)| Element { index, value, bound };
+        Output::of(name, from, Form::F32, count, values.into_iter().enumerate().map(element).collect())
+    }
 }
 
 /// The first wrong element of a case.
@@ -235,12 +272,12 @@ pub struct Case {
     outputs: Vec<Output>,
 }
 
-fn poison<'b>(r: &mut Recorder<'_>, buffers: impl IntoIterator<Item = &'b Buffer>) {
+pub(super) fn poison<'b>(r: &mut Recorder<'_>, buffers: impl IntoIterator<Item = &'b Buffer>) {
     buffers.into_iter().for_each(|buffer| r.fill(buffer, POISON));
 }
 
 /// The buffers of an operand.
-fn buffers(of: &Operand) -> impl Iterator<Item = &Buffer> {
+pub(super) fn buffers(of: &Operand) -> impl Iterator<Item = &Buffer> {
     let floats = of.floats.iter().map(|floats| &floats.buffer);
     floats.chain(of.blocks.iter().map(|blocks| &blocks.buffer))
 }
@@ -319,14 +356,14 @@ impl Case {
 }
 
 /// The buffer of all cases, and what the host writes into it.
-struct Space {
-    buffer: Buffer,
+pub(super) struct Space {
+    pub(super) buffer: Buffer,
     parts: Vec<(CaseBuffer, Range<u64>)>,
     image: Vec<u8>,
 }
 
 impl Space {
-    fn part(&self, part: CaseBuffer) -> Buffer {
+    pub(super) fn part(&self, part: CaseBuffer) -> Buffer {
         let (_, range) = self.parts.iter().find(|(of, _)| *of == part).expect("every part has a size");
         self.buffer.slice(range.start, range.end - range.start)
     }
@@ -339,7 +376,7 @@ impl Space {
         Quantized::new(self.part(part), width)
     }
 
-    fn put<T: bytemuck::NoUninit>(&mut self, to: &Buffer, data: &[T]) {
+    pub(super) fn put<T: bytemuck::NoUninit>(&mut self, to: &Buffer, data: &[T]) {
         let bytes = bytemuck::cast_slice(data);
         assert!(bytes.len() as u64 <= to.size(), "{} bytes do not fit", bytes.len());
         let at = (to.address() - self.buffer.address()) as usize;
@@ -347,12 +384,15 @@ impl Space {
     }
 
     fn put_rows(&mut self, part: CaseBuffer, width: usize, rows: usize, value: impl Fn(usize, usize) -> f32) {
-        let stride = Activations::stride_of(width);
-        let mut all = vec![0f32; rows * stride];
-        for (row, to) in all.chunks_exact_mut(stride).enumerate() {
-            to[..width].iter_mut().enumerate().for_each(|(col, to)| *to = value(row, col));
+        self.put_rows_to(&self.floats(part, width), rows, value);
+    }
+
+    pub(super) fn put_rows_to(&mut self, to: &Activations, rows: usize, value: impl Fn(usize, usize) -> f32) {
+        let mut all = vec![0f32; rows * to.stride];
+        for (row, of_row) in all.chunks_exact_mut(to.stride).enumerate() {
+            of_row[..to.width].iter_mut().enumerate().for_each(|(col, to)| *to = value(row, col));
         }
-        self.put(&self.part(part), &all);
+        self.put(&to.buffer, &all);
     }
 }
 
@@ -379,6 +419,8 @@ impl Cases {
         let parts: Vec<_> = traits.heads.iter().map(&mut parts_of).collect();
         let matrices: Vec<[Range<u64>; 2]> =
             traits.schemes.iter().map(|scheme| matrix_bytes(*scheme).map(&mut take)).collect();
+        let of_experts = traits.experts.iter().flat_map(TestedExperts::part_bytes);
+        let of_experts: Vec<Range<u64>> = of_experts.map(&mut take).collect();
         assert_eq!(at, buffer.size(), "the buffer of all cases");
         let space = Space { buffer: buffer.clone(), parts: Vec::new(), image: vec![0; at as usize] };
         let (heads, cases, untested) = (traits.heads[0], Vec::new(), Vec::new());
@@ -390,30 +432,30 @@ impl Cases {
                 make.norms();
                 make.history();
                 make.draws();
+                if let Some(experts) = &traits.experts {
+                    make.experts(experts, &of_experts);
+                }
             }
             make.store();
             make.attention();
-        }
-        if traits.layers.experts.is_some() {
-            make.untested.push("the kernels of experts".to_owned());
         }
         Cases { cases: make.cases, image: make.space.image, untested: make.untested }
     }
 }
 
-struct Make<'a> {
-    space: Space,
-    kernels: &'a Kernels,
-    traits: &'a Traits,
+pub(super) struct Make<'a> {
+    pub(super) space: Space,
+    pub(super) kernels: &'a Kernels,
+    pub(super) traits: &'a Traits,
     /// The heads of the cases that are made at the moment.
     heads: Heads,
-    stored: &'a Stored,
+    pub(super) stored: &'a Stored,
     cases: Vec<Case>,
-    untested: Vec<String>,
+    pub(super) untested: Vec<String>,
 }
 
 impl Make<'_> {
-    fn add(
+    pub(super) fn add(
         &mut self,
         kernel: impl Into<String>,
         outputs: Vec<Output>,
@@ -423,7 +465,7 @@ impl Make<'_> {
     }
 
     /// The expected result in an operand, with elements `(row, col)` in the order of a set of stored values.
-    fn operand(
+    pub(super) fn operand(
         &self,
         name: &'static str,
         to: &Operand,
@@ -446,7 +488,7 @@ impl Make<'_> {
         outputs
     }
 
-    fn rows(
+    pub(super) fn rows(
         &self,
         name: &'static str,
         floats: &Activations,

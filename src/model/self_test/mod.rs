@@ -8,12 +8,14 @@
 //! as "right".
 
 mod cases;
+mod experts;
 pub mod inputs;
 mod stored;
 
 use std::sync::Arc;
 
 pub use self::cases::{Element, Traits, buffer_bytes, result_bytes};
+pub use self::experts::TestedExperts;
 pub use self::stored::{Set, Stored};
 
 use self::cases::{Case, Cases, Mismatch, POISON};
