@@ -7,6 +7,7 @@
 //              experts that a token chose have items.
 //   groups     u32 [2][3]: the workgroup counts of the products of all items with the first matrix and with the second
 //              one, which have parts0 and parts1 workgroups for each item
+//   used       u32: becomes larger by the number of experts that a token chose
 //
 // One workgroup computes everything: lane e counts the pairs of expert e.
 #version 460
@@ -23,6 +24,7 @@ layout(push_constant, std430) uniform Push {
     WriteUints positions;
     WriteUvec4s items;
     WriteUints groups;
+    Uints used;
     uint pairs;
     uint per_token;
     uint columns;
@@ -55,10 +57,11 @@ void main() {
     // From here on, `own` is the place of the expert's next pair.
     [[unroll]] for (uint turn = 0; turn < TURNS; turn++) {
         const uint expert = lane_of(turn), count = own[turn];
-        uint place = 0, item = 0;
+        uint place = 0, item = 0, distinct = uint(count > 0);
         for (uint other = 0; other < expert; other++) {
             place += counts[other];
             item += (counts[other] + columns - 1) / columns;
+            distinct += uint(counts[other] > 0);
         }
         for (uint i = 0; i < count; i += columns) {
             items.at[item] = uvec4(expert, place + i, min(columns, count - i), 0);
@@ -71,6 +74,7 @@ void main() {
             groups.at[3] = item;
             groups.at[4] = parts1;
             groups.at[5] = 1;
+            used.at[0] += distinct;
         }
         own[turn] = place;
     }

@@ -12,7 +12,8 @@
 // columns, and their sums are added in one order. Logits are compared by their bits, so that the experts of a token are
 // PER_TOKEN different ones even if its logits are NaN.
 //
-// If the step has one token, the kernel also writes the lists that group_pairs.comp writes for more tokens.
+// If the step has one token, the kernel also writes what group_pairs.comp writes for more tokens, apart from workgroup
+// counts.
 #version 460
 #extension GL_GOOGLE_include_directive : require
 #include "memory.glsl"
@@ -36,6 +37,7 @@ layout(push_constant, std430) uniform Push {
     WriteUints rows;
     WriteUints positions;
     WriteUvec4s items;
+    Uints used;
     uint dim;
     float eps;
     float factor;
@@ -138,6 +140,7 @@ void main() {
             rows.at[r] = 0;
             positions.at[r] = r;
             items.at[r] = uvec4(expert, r, 1, 0);
+            if (r == 0) used.at[0] += PER_TOKEN;
         }
     }
 }

@@ -12,6 +12,7 @@ layout(buffer_reference, std430, buffer_reference_align = 4) readonly buffer Rea
 layout(buffer_reference, std430, buffer_reference_align = 8) readonly buffer ReadUvec2s { uvec2 at[]; };
 layout(buffer_reference, std430, buffer_reference_align = 16) readonly buffer ReadUvec4s { uvec4 at[]; };
 layout(buffer_reference, std430, buffer_reference_align = 4) buffer Floats { float at[]; };
+layout(buffer_reference, std430, buffer_reference_align = 4) buffer Uints { uint at[]; };
 layout(buffer_reference, std430, buffer_reference_align = 4) writeonly buffer WriteFloats { float at[]; };
 layout(buffer_reference, std430, buffer_reference_align = 4) writeonly buffer WriteUints { uint at[]; };
 layout(buffer_reference, std430, buffer_reference_align = 8) writeonly buffer WriteUvec2s { uvec2 at[]; };

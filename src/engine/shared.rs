@@ -29,6 +29,8 @@ pub struct Stats {
     pub step_tokens: u64,
     /// Number of [sequence shares](super::SequenceShare) in the steps.
     pub step_shares: u64,
+    /// [`Sampled::used_experts`](crate::model::Sampled::used_experts) of the steps.
+    pub used_experts: u64,
     /// Time in which the engine's thread worked: it waited neither for the device nor for requests.
     pub host_ns: u64,
     /// How often the device was lost.

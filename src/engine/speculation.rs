@@ -7,7 +7,8 @@
 //! nothing.
 //!
 //! [`Adaptive`] limits the cost of rejected draft tokens: it requests more while they are accepted, fewer after some
-//! were rejected, and none for some time after repeated failures.
+//! were rejected, and none for some time after repeated failures. A mixture of experts reads more weights for each draft
+//! token, so [`Adaptive::worthwhile`] requests only as many as are likely to be worth their bytes.
 
 use std::collections::HashMap;
 
@@ -22,6 +23,10 @@ const MAX_INDEXED_PER_LOOKUP: usize = 8192;
 /// Length of the pause after a draft whose first token was rejected, in ids of the answer. The pause doubles with each
 /// such failure in a row, from the first number to the second.
 const PAUSE: [usize; 2] = [2, 64];
+/// What is assumed of a text whose drafts were not judged lately: as if three of four draft tokens had been accepted.
+const ASSUMED: Acceptance = Acceptance { accepted: 3.0, judged: 4.0 };
+/// Factor of earlier draft tokens in the acceptance, after each draft.
+const REMEMBERED: f64 = 0.8;
 
 /// How many draft tokens were proposed to the model, and how many of them it accepted.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -55,6 +60,13 @@ impl DraftTotals {
     }
 }
 
+/// Draft tokens that the model accepted, and that it judged: the accepted ones, and the first one that it rejected.
+#[derive(Debug, Clone, Copy)]
+struct Acceptance {
+    accepted: f64,
+    judged: f64,
+}
+
 /// How many draft tokens to request from one drafter for one text. Adapts to how many were accepted before.
 #[derive(Debug)]
 pub struct Adaptive {
@@ -63,11 +75,14 @@ pub struct Adaptive {
     failures: u32,
     /// No draft tokens are requested until the text has this length.
     paused_until: usize,
+    acceptance: Acceptance,
+    /// The length of the text when a draft was last judged.
+    judged_at: usize,
 }
 
 impl Default for Adaptive {
     fn default() -> Self {
-        Self { length: FIRST_DRAFT_TOKENS, failures: 0, paused_until: 0 }
+        Self { length: FIRST_DRAFT_TOKENS, failures: 0, paused_until: 0, acceptance: ASSUMED, judged_at: 0 }
     }
 }
 
@@ -77,8 +92,34 @@ impl Adaptive {
         if total < self.paused_until { 0 } else { self.length }
     }
 
+    /// How many of `most` draft tokens give the most ids for the cost of the step, after a text of `total` tokens. The
+    /// step has `others` tokens of other sequences, each of which gives an id, and the sequence's next token. If each
+    /// draft token is accepted with probability p, n of them give p + p^2 + ... + p^n ids more. `cost` is that of a step
+    /// of some tokens, in any unit; if it is constant, the answer is `most`.
+    pub fn worthwhile(&self, most: usize, others: usize, total: usize, cost: impl Fn(usize) -> f64) -> usize {
+        // After a long pause, the text may be easier to guess.
+        let is_recent = total <= self.judged_at + PAUSE[1];
+        let Acceptance { accepted, judged } = if is_recent { self.acceptance } else { ASSUMED };
+        let (probability, mut ids, mut likely) = (accepted / judged, (others + 1) as f64, 1.0);
+        let (mut best, mut best_worth) = (0, ids / cost(others + 1));
+        for count in 1..=most {
+            likely *= probability;
+            ids += likely;
+            let worth = ids / cost(others + 1 + count);
+            if worth >= best_worth {
+                (best, best_worth) = (count, worth);
+            }
+        }
+        best
+    }
+
     /// Adapts to how many of the proposed draft tokens were accepted. `total` is the new length of the text.
     pub fn judge(&mut self, proposed: usize, accepted: usize, total: usize) {
+        self.judged_at = total;
+        self.acceptance = Acceptance {
+            accepted: REMEMBERED * self.acceptance.accepted + accepted as f64,
+            judged: REMEMBERED * self.acceptance.judged + (accepted + 1).min(proposed) as f64,
+        };
         if accepted == proposed {
             self.length = (2 * self.length).min(MAX_DRAFT_TOKENS);
         } else {
@@ -166,6 +207,29 @@ mod tests {
         assert!(Lookup::default().draft(&[1], 9).is_empty() && Lookup::default().draft(&[], 9).is_empty());
         // Only the newest occurrence counts.
         assert_eq!(Lookup::default().draft(&[1, 2, 5, 1, 2, 6, 1, 2], 1), [6]);
+    }
+
+    #[test]
+    fn drafts_are_shorter_if_each_token_makes_the_step_cost_more() {
+        let judged = |accepted: usize| {
+            let mut adaptive = Adaptive::default();
+            (0..20).for_each(|i| adaptive.judge(4, accepted, i));
+            adaptive
+        };
+        let [never, mostly, always] = [0, 3, 4].map(judged);
+        let constant = |_: usize| 7.0;
+        for adaptive in [&never, &mostly, &always] {
+            assert_eq!(adaptive.worthwhile(15, 0, 20, constant), 15, "verifying costs nothing");
+        }
+        // Half of the weights are those of 8 of 128 experts.
+        let mixture = |tokens: usize| 1.0 + 16.0 * (1.0 - (1.0 - 1.0 / 16.0_f64).powi(tokens as i32));
+        assert_eq!(never.worthwhile(15, 0, 20, mixture), 0);
+        let few = mostly.worthwhile(15, 0, 20, mixture);
+        assert!((1..15).contains(&few), "{few}");
+        assert_eq!(always.worthwhile(15, 0, 20, mixture), 15);
+        // With many others, most experts are in use anyway.
+        assert!(mostly.worthwhile(15, 63, 20, mixture) > few);
+        assert!(never.worthwhile(15, 0, 20 + PAUSE[1] + 1, mixture) > 0, "a later part of the text");
     }
 
     #[test]

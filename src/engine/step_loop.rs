@@ -361,6 +361,7 @@ impl StepLoop {
         self.pace.observe(step.load, done - submitted.max(self.last_done));
         self.last_done = done;
         self.charge(&step);
+        self.stats.used_experts += u64::from(sampled.used_experts);
         let outputs = self.scheduler.commit(&step, &sampled);
         // A client that gets the end of its answer must not find the answer among those that run.
         self.publish();

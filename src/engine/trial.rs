@@ -182,6 +182,7 @@ mod tests {
             max_context: 100,
             vocab_size: 50,
             hidden_size: 8,
+            step_bytes: Vec::new(),
         }
     }
 

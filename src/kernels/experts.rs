@@ -27,6 +27,8 @@ pub struct Router {
 /// The pairs of a step's tokens and their experts. The sizes are those of `pairs` pairs.
 #[derive(Clone)]
 pub struct Routing {
+    /// A counter, u32: the number of different experts that were chosen, added up over calls.
+    pub used: Buffer,
     /// The expert of each pair: u32; and its weight: f32.
     pub experts: Buffer,
     pub weights: Buffer,
@@ -40,20 +42,22 @@ pub struct Routing {
 }
 
 impl Routing {
-    /// Bytes of each array, in the order of the fields, for `pairs` pairs.
-    pub fn bytes(pairs: usize) -> [u64; 6] {
+    /// Bytes of each array, in the order of the fields, for `pairs` pairs. The counter comes first, so that its place does
+    /// not depend on the number of pairs.
+    pub fn bytes(pairs: usize) -> [u64; 7] {
         let words = 4 * pairs as u64;
-        [words, words, words, words, 4 * words, 2 * INDIRECT_BYTES].map(|bytes| bytes.next_multiple_of(256))
+        [4, words, words, words, words, 4 * words, 2 * INDIRECT_BYTES]
+            .map(|bytes| bytes.next_multiple_of(256))
     }
 
     /// The arrays in a buffer that has the bytes of all of them.
     pub fn new(buffer: &Buffer, pairs: usize) -> Routing {
         let mut offset = 0;
-        let [experts, weights, rows, positions, items, groups] = Routing::bytes(pairs).map(|bytes| {
+        let [used, experts, weights, rows, positions, items, groups] = Routing::bytes(pairs).map(|bytes| {
             offset += bytes;
             buffer.slice(offset - bytes, bytes)
         });
-        Routing { experts, weights, rows, positions, items, groups }
+        Routing { used: used.slice(0, 4), experts, weights, rows, positions, items, groups }
     }
 }
 
@@ -105,6 +109,7 @@ impl Kernels {
             rows: &words(&routing.rows, pairs, "route: rows"),
             positions: &words(&routing.positions, pairs, "route: positions"),
             items: &words(&routing.items, 4 * pairs, "route: items"),
+            used: &routing.used,
             dim: dim as u32,
             eps: router.norm.eps,
             factor: router.factor,
@@ -133,6 +138,7 @@ impl Kernels {
             positions: &words(&routing.positions, pairs, "group_pairs: positions"),
             items: &words(&routing.items, 4 * pairs, "group_pairs: items"),
             groups: &routing.groups,
+            used: &routing.used,
             pairs: pairs as u32,
             per_token: experts.per_token as u32,
             columns: tile.columns,

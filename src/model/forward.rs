@@ -32,6 +32,16 @@ impl ModelRunner {
         let (ids, hidden) = (&frame.whole(0).ids, &self.scratch.hidden);
         self.kernels.embed(recorder, &self.embedding, ids, &self.sampled, hidden, tokens);
         self.record_history(recorder, frame, batch);
+        if let Some(experts) = &self.scratch.experts {
+            recorder.fill(&experts.used(), 0);
+        }
+    }
+
+    /// Copies the number of experts that the layers so far used to the host, after the last layer.
+    pub(super) fn record_used_experts(&self, recorder: &mut Recorder<'_>, frame: &Frame, layer: usize) {
+        if let Some(experts) = self.scratch.experts.as_ref().filter(|_| layer + 1 == self.layers.len()) {
+            recorder.copy(&experts.used(), &frame.used_experts, 4);
+        }
     }
 
     /// Records what comes after the layers: the requested sums of hidden states, the logits, and the draws from the

@@ -8,7 +8,8 @@ use super::tensors::{Inputs, Norms, Projections};
 use crate::gpu::placement::{Class, MemoryKind};
 use crate::gpu::{Arena, Buffer, GpuError};
 use crate::kernels::{
-    Activations, Attention, Logits, Matrix, Partials, Quantized, RmsNorm, Router, Wants, partial_width,
+    Activations, Attention, Logits, Matrix, Partials, Quantized, RmsNorm, Router, Routing, Wants,
+    partial_width,
 };
 
 /// The weights of one layer on the device, with its KV cache.
@@ -95,6 +96,13 @@ pub(super) struct ExpertScratch {
     pub out: Activations,
     /// The arrays of [`Routing`].
     pub routing: Buffer,
+}
+
+impl ExpertScratch {
+    /// [`Routing::used`].
+    pub fn used(&self) -> Buffer {
+        Routing::new(&self.routing, 0).used
+    }
 }
 
 impl Scratch {

@@ -144,25 +144,9 @@ impl ChosenKv {
     /// The limits are those that are configured, not those that fit: what fits depends on this choice.
     pub fn auto(c: &ModelSpec, schemes: &Schemes, context: usize, sequences: usize) -> ChosenKv {
         let seen = |tokens: usize| kv_bytes_seen(c, KvDtype::F16, tokens.max(1) - 1, 1);
-        // The weights that a step of `tokens` sequences reads: of experts, those that it is expected to use.
-        let weights = |tokens: usize| -> f64 {
-            let bytes = |(spec, scheme): (&TensorSpec, &Scheme)| {
-                let all = scheme.block_bytes(spec.rows(), spec.cols())
-                    + scheme.scale_bytes(spec.rows(), spec.cols());
-                match (spec.role, c.mixture) {
-                    (Role::Experts, Some(Mixture { experts, .. })) => {
-                        all as f64 * experts.expected(tokens) / experts.count as f64
-                    }
-                    _ => all as f64,
-                }
-            };
-            let layers = c.tensors.layers.iter().zip(&schemes.layers);
-            let projections =
-                layers.flat_map(|(specs, schemes)| specs.projections.iter().zip(schemes.iter())).map(bytes);
-            projections.sum::<f64>() + bytes((c.head(), &schemes.head()))
-        };
-        let of_one = seen(context) as f64 / weights(1);
-        let of_all = (sequences as u64 * seen(context.min(AUTO_KV_TOKENS))) as f64 / weights(sequences);
+        let of_one = seen(context) as f64 / weights_read(c, schemes, 1);
+        let of_all = (sequences as u64 * seen(context.min(AUTO_KV_TOKENS))) as f64;
+        let of_all = of_all / weights_read(c, schemes, sequences);
         let percent = 100.0 * of_one.max(of_all);
         let dtype = if percent >= AUTO_KV_PERCENT { KvDtype::Int8 } else { KvDtype::F16 };
         let why =
@@ -176,6 +160,22 @@ impl fmt::Display for ChosenKv {
         write!(f, "{}", self.dtype)?;
         self.why.as_ref().map_or(Ok(()), |why| write!(f, " (auto: {why})"))
     }
+}
+
+/// Bytes of the matrices that a step of `tokens` tokens reads once: of experts, those that it is expected to use.
+fn weights_read(c: &ModelSpec, schemes: &Schemes, tokens: usize) -> f64 {
+    let bytes = |(spec, scheme): (&TensorSpec, &Scheme)| {
+        let all = scheme.block_bytes(spec.rows(), spec.cols()) + scheme.scale_bytes(spec.rows(), spec.cols());
+        match (spec.role, c.mixture) {
+            (Role::Experts, Some(Mixture { experts, .. })) => {
+                all as f64 * experts.expected(tokens) / experts.count as f64
+            }
+            _ => all as f64,
+        }
+    };
+    let layers = c.tensors.layers.iter().zip(&schemes.layers);
+    let projections = layers.flat_map(|(specs, schemes)| specs.projections.iter().zip(schemes.iter()));
+    projections.map(bytes).sum::<f64>() + bytes((c.head(), &schemes.head()))
 }
 
 /// Everything that determines a model's size.
@@ -320,6 +320,12 @@ impl<'a> MemoryRequest<'a> {
             max_context: context,
             vocab_size: self.config.vocab_size,
             hidden_size: self.config.hidden_size,
+            step_bytes: match self.config.mixture {
+                None => Vec::new(),
+                Some(_) => (1..=MAX_SEQUENCES)
+                    .map(|tokens| weights_read(self.config, &self.schemes, tokens) as u64)
+                    .collect(),
+            },
         }
     }
 
@@ -619,12 +625,12 @@ fn largest(mut fitting: usize, most: usize, fits: impl Fn(usize) -> bool) -> usi
 
 /// Bytes of the ids last sampled: u32 for each slot.
 pub(super) const SAMPLED_BYTES: u64 = 4 * MAX_SEQUENCES as u64;
-/// Bytes that a step returns to the host: a u32 id for each row of logits, the log probabilities of each row, and the
-/// sum of hidden states of each sequence.
-pub(super) fn results_bytes(c: &ModelSpec) -> [u64; 3] {
+/// Bytes that a step returns to the host: a u32 id for each row of logits, the log probabilities of each row, the sum of
+/// hidden states of each sequence, and the number of experts in use.
+pub(super) fn results_bytes(c: &ModelSpec) -> [u64; 4] {
     let rows = LOGIT_ROWS as u64;
     let pooled = Activations::bytes(MAX_SEQUENCES, c.hidden_size);
-    [4 * rows, 4 * rows * LOGPROB_WORDS as u64, pooled].map(|bytes| bytes.next_multiple_of(256))
+    [4 * rows, 4 * rows * LOGPROB_WORDS as u64, pooled, 4].map(|bytes| bytes.next_multiple_of(256))
 }
 
 /// Bytes of the histories: u32 for each position of each slot, and of the padding tokens' sequence.

@@ -319,11 +319,13 @@ impl ModelRunner {
                 for layer in layers.clone() {
                     let step = frame.arrays(self.layers[layer].pool, padded, None);
                     self.record_layer(r, layer, &step, 0..padded);
+                    self.record_used_experts(r, frame, layer);
                 }
             }
             StepPart::Layer { layer, rows } => {
                 let step = frame.arrays(self.layers[*layer].pool, padded, Some(rows));
                 self.record_layer(r, *layer, &step, rows.clone());
+                self.record_used_experts(r, frame, *layer);
             }
             StepPart::Closing => self.record_closing(r, frame, wanted, batch.num_tokens()),
             shared => unreachable!("{shared:?} in a step that is not shared"),

@@ -70,6 +70,17 @@ pub struct Limits {
     pub vocab_size: usize,
     /// Number of elements of a hidden state.
     pub hidden_size: usize,
+    /// The bytes of weights that steps of 1, 2, ... tokens are expected to read, of a mixture of experts: more tokens use
+    /// more experts. Empty if all steps read the same weights.
+    pub step_bytes: Vec<u64>,
+}
+
+impl Limits {
+    /// The expected cost of a step of `tokens` tokens relative to others, if memory bounds it: by the weights that it reads.
+    pub fn step_cost(&self, tokens: usize) -> f64 {
+        let last = self.step_bytes.len().saturating_sub(1);
+        self.step_bytes.get(tokens.saturating_sub(1).min(last)).map_or(1.0, |bytes| *bytes as f64)
+    }
 }
 
 /// A copy of a block's contents to another block, made before a step's tokens are computed.
@@ -276,6 +287,9 @@ pub struct Sampled {
     /// For each entry of [`Sampling::pooling`] that was the last of its sequence: the sums of the hidden states after
     /// the final norm, `[hidden_size]`.
     pub pooled: Vec<Vec<f32>>,
+    /// The number of different experts that a layer used, added up over the layers. 0 without experts, and if an NPU
+    /// computed a part of the step.
+    pub used_experts: u32,
 }
 
 /// Natural logarithms of the model's own probabilities, before penalties, temperature and all other options apply.

@@ -70,6 +70,8 @@ pub(crate) struct Frame {
     pub history: Buffer,
     /// Sums of hidden states for the host, f32 `[max_sequences, hidden_size]`.
     pub pooled: Activations,
+    /// [`Sampled::used_experts`], u32.
+    pub used_experts: Buffer,
     pub commands: Commands,
     /// [`SampleRequest::logprobs`] of each id of the step in flight, and the number of sums in `pooled`.
     logprobs: Vec<u32>,
@@ -298,7 +300,7 @@ impl Frame {
         let sizes = memory::results_bytes(config);
         let results = arena.alloc(MemoryKind::Readback, Class::Staging, sizes.iter().sum(), "results")?;
         let mut offset = 0;
-        let [drawn, logprobs, pooled] = sizes.map(|bytes| {
+        let [drawn, logprobs, pooled, used_experts] = sizes.map(|bytes| {
             offset += bytes;
             results.slice(offset - bytes, bytes)
         });
@@ -311,6 +313,7 @@ impl Frame {
             slots,
             history,
             pooled: Activations::new(pooled, config.hidden_size),
+            used_experts,
             commands: Commands::default(),
             logprobs: Vec::new(),
             sums: 0,
@@ -322,6 +325,7 @@ impl Frame {
     pub fn fill(&mut self, limits: &Limits, batch: &Batch, padded: usize, wanted: &StepOutputs) {
         let StepOutputs { rows: logit_rows, requests, bias, .. } = wanted;
         let tokens = batch.num_tokens();
+        self.used_experts.write(0, &[0u32]);
         assert!(tokens > 0 && tokens <= padded, "{tokens} tokens in a step of {padded}");
         assert!(padded <= limits.max_batch_tokens, "{padded} tokens in a step");
         assert!(batch.sequences.len() <= limits.max_sequences, "{} sequences", batch.sequences.len());
@@ -481,7 +485,9 @@ impl Frame {
             sums
         });
         let ids = ids.into_iter().map(|id| (id != NO_TOKEN).then_some(id)).collect();
-        Sampled { ids, logprobs, pooled: pooled.collect() }
+        let mut used_experts = [0u32];
+        self.used_experts.read(0, &mut used_experts);
+        Sampled { ids, logprobs, pooled: pooled.collect(), used_experts: used_experts[0] }
     }
 }
 

@@ -136,8 +136,8 @@ fn inspect_names_the_architecture_of_a_checkpoint() {
 }
 
 /// A tiny Gemma 4 with its tokenizer and these fields in `generation_config.json`.
-fn gemma4(generation: &Value) -> TempDir {
-    let to = copy_of(&data("families/tiny-gemma4-31b"));
+fn gemma4(set: &str, generation: &Value) -> TempDir {
+    let to = copy_of(&data("families").join(set));
     for file in ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"] {
         std::fs::copy(data("families/gemma4-tokenizer").join(file), to.path().join(file)).expect("copied");
     }
@@ -148,7 +148,8 @@ fn gemma4(generation: &Value) -> TempDir {
 #[test]
 fn a_gemma_4_answers_and_draws_no_suppressed_token() {
     let ask = |suppressed: &[u64], bias: Value| -> Vec<u64> {
-        let folder = gemma4(&json!({"eos_token_id": [1, 106, 50], "suppress_tokens": suppressed}));
+        let fields = json!({"eos_token_id": [1, 106, 50], "suppress_tokens": suppressed});
+        let folder = gemma4("tiny-gemma4-31b", &fields);
         let server = Daemon::start_model(folder.path(), &[], |_| {});
         let body = json!({
             "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 8, "temperature": 0,
@@ -172,8 +173,28 @@ fn a_gemma_4_answers_and_draws_no_suppressed_token() {
 }
 
 #[test]
+fn a_mixture_answers_and_counts_the_experts_that_it_used() {
+    let folder = gemma4("tiny-gemma4-26b", &json!({"eos_token_id": [1, 106, 50]}));
+    let config: Value =
+        serde_json::from_slice(&std::fs::read(folder.path().join("config.json")).expect("read"))
+            .expect("JSON");
+    let number = |field: &str| config["text_config"][field].as_f64().unwrap_or_else(|| panic!("{field}"));
+    let server = Daemon::start_model(folder.path(), &[], |_| {});
+    let body = json!({
+        "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 8, "temperature": 0,
+        "ignore_eos": true,
+    });
+    let (status, answer) = server.exchange("POST", "/v1/chat/completions", &[], &body.to_string());
+    assert_eq!(status, 200, "{answer}");
+    let [used, steps] = ["unicorn_used_experts_total", "unicorn_steps_total"].map(|name| server.metric(name));
+    let layers = number("num_hidden_layers") * steps;
+    let [least, most] = ["top_k_experts", "num_experts"].map(|field| number(field) * layers);
+    assert!(used > least && used <= most, "{used} experts in {steps} steps, {least} to {most} expected");
+}
+
+#[test]
 fn inspect_lists_the_heads_of_layers_that_differ() {
-    let folder = gemma4(&json!({}));
+    let folder = gemma4("tiny-gemma4-31b", &json!({}));
     let model = folder.path().to_str().expect("UTF-8");
     let text = printed(unicorn(&["inspect", model]));
     assert!(text.contains("8 heads and 4 KV heads of 16 or 8 heads and 2 KV heads of 32"), "{text}");

@@ -1314,6 +1314,7 @@ fn random_limits(rng: &mut ChaCha8Rng) -> Limits {
         max_context,
         vocab_size: 512,
         hidden_size: 3,
+        step_bytes: Vec::new(),
     }
 }
 

@@ -25,6 +25,10 @@ fn routing(b: &mut Bench, experts: &Experts, tokens: usize) -> Routing {
     Routing::new(&buffer, pairs)
 }
 
+fn used(b: &mut Bench, routing: &Routing) -> u32 {
+    b.download(&routing.used, 1)[0]
+}
+
 /// Logits as the shader adds them up: eight sums, each of every eighth group of four columns.
 fn logits(x: &[f32], matrix: &[f32], factor: f32, fma: Fma) -> Vec<f32> {
     let of_expert = |row: &[f32]| {
@@ -75,7 +79,12 @@ fn routes_are_those_of_the_twin_to_the_bit() {
                 scales: (count != 37).then(|| b.upload(&scales)),
             };
             let (input, routing) = (b.activations(&x, dim), routing(&mut b, &experts, tokens));
-            b.run(|k, r| k.route(r, &input, &router, &routing, tokens));
+            b.run(|k, r| {
+                r.fill(&routing.used, 7);
+                k.route(r, &input, &router, &routing, tokens);
+            });
+            // The experts of more tokens are counted when they are grouped.
+            assert_eq!(used(&mut b, &routing), if tokens == 1 { 7 + per_token as u32 } else { 7 });
             let pairs = experts.pairs(tokens);
             let ids: Vec<u32> = b.download(&routing.experts, pairs);
             let weights: Vec<f32> = b.download(&routing.weights, pairs);
@@ -155,13 +164,20 @@ fn pairs_are_grouped_by_expert_whatever_the_routing_is() {
         let matrices = ExpertMatrices { gate: &gate, up: &up, down: &down };
         for chosen in choices(&mut b, &experts, tokens) {
             let routing = Routing { experts: b.upload(&chosen), ..routing(&mut b, &experts, tokens) };
-            b.run(|k, r| k.group_pairs(r, matrices, &routing, tokens));
+            b.run(|k, r| {
+                r.fill(&routing.used, 0);
+                k.group_pairs(r, matrices, &routing, tokens);
+            });
             let mut order: Vec<usize> = (0..pairs).collect();
             order.sort_by_key(|pair| chosen[*pair]);
             let rows: Vec<u32> = b.download(&routing.rows, pairs);
             let positions: Vec<u32> = b.download(&routing.positions, pairs);
             let expected: Vec<u32> = order.iter().map(|pair| (pair / per_token) as u32).collect();
             assert_eq!(rows, expected);
+            let mut distinct = chosen.clone();
+            distinct.sort_unstable();
+            distinct.dedup();
+            assert_eq!(used(&mut b, &routing), distinct.len() as u32);
             for (place, pair) in order.iter().enumerate() {
                 assert_eq!(positions[*pair] as usize, place);
             }

@@ -332,7 +332,7 @@ fn values_that_are_not_finite_stay_so_in_int8() {
 fn two_products_fused_with_geglu_equal_three_separate_dispatches() {
     let mut b = Bench::new(74);
     let fma = fma_of(&mut b);
-    for scheme in STORED {
+    for &scheme in schemes_of_large_kernels() {
         // CPU tiles use three dispatches, so this test uses GPU tiles.
         b.make_tiles(scheme, Precision::Fast, Tiles::COUNTED, true);
         let (matrix_rows, cols) = (100, 80);

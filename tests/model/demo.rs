@@ -175,11 +175,16 @@ fn answers_in_a_batch(model: &mut ModelRunner, selected: &[&Answer], more: usize
     (0..selected.len() as u64).map(|i| run.answers[&i].clone()).collect()
 }
 
+/// Every second one of these questions, or all with `UNICORN_TEST_DEMO=all`. Categories follow each other, so half of each
+/// remain.
+fn in_part<'a>(all: impl Iterator<Item = &'a Answer>) -> Vec<&'a Answer> {
+    all.step_by(if wants_all("UNICORN_TEST_DEMO") { 1 } else { 2 }).collect()
+}
+
 /// With keys and values in f16 or int8, most answers must equal those of PyTorch in f32. A few may differ.
 #[test]
 fn the_kv_cache_in_f16_or_int8_keeps_most_answers() {
-    let wanted: Vec<&Answer> =
-        goldens().answers.iter().filter(|a| a.quick && a.prompt.len() <= 600).collect();
+    let wanted = in_part(goldens().answers.iter().filter(|a| a.quick && a.prompt.len() <= 600));
     for (kv, least) in [(KvDtype::F16, 99), (KvDtype::Int8, 90)] {
         let options = LoadOptions { kv, sequences: 16, max_context: Some(1024), ..LoadOptions::default() };
         let answers = answers_in_a_batch(&mut load(&folder(), &options), &wanted, 0);
@@ -286,7 +291,7 @@ fn int4_keeps_most_answers_right_and_the_search_reduces_the_kl_divergence() {
     assert!(searched < nearest, "mean KL {searched} with the search, {nearest} without");
 
     // All questions run in one batch, which takes less time and changes no answer.
-    let selected: Vec<&Answer> = selected().collect();
+    let selected = in_part(selected());
     let longest = selected.iter().map(|golden| golden.prompt.len() + golden.answer.len() + 16).max();
     let rules: BTreeMap<String, Rule> = questions().into_iter().map(|q| (q.id, q.accept)).collect();
     let right_in = |precision: Precision| {

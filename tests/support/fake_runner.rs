@@ -30,6 +30,7 @@ pub fn fake_limits() -> Limits {
         max_context: 200,
         vocab_size: 512,
         hidden_size: 3,
+        step_bytes: Vec::new(),
     }
 }
 
@@ -300,7 +301,7 @@ impl FakeRunner {
             }
         }
         assert!(masks.next().is_none(), "more masks than masked draws");
-        self.pending.push_back((Ticket(self.tickets), Sampled { ids, logprobs, pooled }));
+        self.pending.push_back((Ticket(self.tickets), Sampled { ids, logprobs, pooled, used_experts: 0 }));
     }
 }
 

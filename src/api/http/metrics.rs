@@ -223,6 +223,8 @@ fn of_engine(out: &mut Exposition<'_>, server: &Server) {
         counter "unicorn_steps_total" = stats.steps, "Steps given to the device.";
         counter "unicorn_step_tokens_total" = stats.step_tokens, "Tokens that those computed.";
         counter "unicorn_step_sequences_total" = stats.step_shares, "Answers that had a share in those.";
+        counter "unicorn_used_experts_total" = stats.used_experts,
+            "Experts that those used, each counted once for a layer and step.";
         counter "unicorn_recovery_seconds_total" = stats.recovery_ns as f64 / 1e9,
             "Time from losses of the device, and failures of its NPU, until it computed again.";
         counter "unicorn_host_seconds_total" = stats.host_ns as f64 / 1e9,

@@ -86,6 +86,9 @@ impl Scheduler {
         let known = s.tokens.len() + s.drawn;
         let left = s.max_tokens.saturating_sub(s.generated() + s.drawn + 1);
         let wanted = share.min(left).min(s.draft_length.length(known));
+        let others = self.decoding(self.class()).count().saturating_sub(1);
+        let cost = |tokens: usize| self.limits.step_cost(tokens);
+        let wanted = s.draft_length.worthwhile(wanted, others, known, cost);
         let decodes = s.submitted >= s.prompt_len && s.submitted + 1 == known;
         if wanted == 0 || !decodes || s.mask.is_some() || s.missing_history() > 0 {
             return 0;
@@ -111,8 +114,11 @@ impl Scheduler {
         if !decodes || most == 0 || sequence.mask.is_some() {
             return Some(DraftTokens::NONE);
         }
+        let (others, limits) = (step.step.load.tokens + waiting_decodes, &self.limits);
+        let cost = |tokens: usize| limits.step_cost(tokens);
+        let looked_up = sequence.lookup.adaptive.worthwhile(most, others, sequence.tokens.len(), cost);
         let mut draft =
-            DraftTokens { ids: sequence.lookup.draft(&sequence.tokens, most), by: Drafter::Lookup };
+            DraftTokens { ids: sequence.lookup.draft(&sequence.tokens, looked_up), by: Drafter::Lookup };
         if draft.ids.is_empty() {
             draft = DraftTokens { ids: std::mem::take(&mut sequence.draft_tokens), by: Drafter::Model };
             draft.ids.truncate(most);

@@ -4,9 +4,9 @@
 
 use std::ops::Range;
 
-use super::experts::TestedExperts;
 use super::inputs::{self, COLS, DRAWS, KV_HEADS, NEW_TOKENS, NORM_ROWS, ROWS, TOKENS, VOCAB, WIDTH};
 use super::stored::{Set, Stored};
+use super::tested_experts::TestedExperts;
 use crate::gpu::{Buffer, Recorder};
 use crate::kernels::{
     Activations, Attention, AttentionBy, AttentionShape, Bias, DrawArrays, Embedding, Heads, HiddenAct,

@@ -9,6 +9,7 @@ use std::ops::Range;
 use super::cases::{CaseBuffer, Make, Output, buffers, poison};
 use super::inputs::{self, COLS, NORM_COLS, NORM_ROWS, PRODUCT_ROWS, WIDTH};
 use super::stored::Set;
+use super::tested_experts::{ROUTED, ROUTED_COLS, STEP, TestedExperts};
 use crate::gpu::Buffer;
 use crate::kernels::{
     Activations, ExpertMatrices, Experts, HiddenAct, Matrix, Operand, PairActivations, Quantized, RmsNorm,
@@ -16,105 +17,8 @@ use crate::kernels::{
 };
 use crate::tensor::{Scheme, TILE_ROWS};
 
-/// What the cases of experts depend on.
-#[derive(Debug, Clone)]
-pub struct TestedExperts {
-    pub experts: Experts,
-    /// The most tokens that the layers take at a time.
-    pub tokens: usize,
-    /// Every scheme of the experts' matrices, once.
-    pub schemes: Vec<Scheme>,
-}
-
-/// Columns of the router's matrix, and tokens that it routes.
-const ROUTED_COLS: usize = 64;
-const ROUTED: usize = 2;
-/// The difference of two logits that follow each other.
-const STEP: f64 = 0.125;
 /// How far a weight of the router may be off.
 const WEIGHT_ERROR: f64 = 1e-4;
-
-impl TestedExperts {
-    /// Bytes of the arrays of [`Arrays`], in the order of its fields.
-    fn array_bytes(&self) -> [u64; 20] {
-        let TestedExperts { experts, tokens, .. } = self;
-        let (count, pairs, rows) = (experts.count, experts.pairs(*tokens), experts.pair_rows(*tokens));
-        let routing = |tokens: usize| Routing::bytes(experts.pairs(tokens)).iter().sum();
-        let (floats, blocks) = (Activations::bytes, Quantized::bytes);
-        [
-            floats(ROUTED, ROUTED_COLS),
-            4 * (count * ROUTED_COLS) as u64,
-            4 * ROUTED_COLS as u64,
-            4 * count as u64,
-            routing(ROUTED),
-            4 * pairs as u64,
-            routing(*tokens),
-            routing(1),
-            floats(*tokens, COLS),
-            blocks(*tokens, COLS),
-            floats(rows, COLS),
-            blocks(rows, COLS),
-            floats(rows, TILE_ROWS),
-            floats(rows, TILE_ROWS),
-            blocks(rows, TILE_ROWS),
-            floats(rows, TILE_ROWS),
-            floats(experts.pairs(NORM_ROWS), WIDTH),
-            routing(NORM_ROWS),
-            floats(NORM_ROWS, WIDTH),
-            floats(NORM_ROWS, WIDTH),
-        ]
-    }
-
-    /// Bytes of each part of the cases' buffer: of the arrays, and of the blocks and scales of the matrix in each scheme.
-    pub(super) fn part_bytes(&self) -> Vec<u64> {
-        let rows = self.experts.count * TILE_ROWS;
-        let matrices = self
-            .schemes
-            .iter()
-            .flat_map(|scheme| [scheme.block_bytes(rows, COLS), scheme.scale_bytes(rows, COLS)]);
-        self.array_bytes().into_iter().chain(matrices).collect()
-    }
-
-    /// Bytes of the results of the largest case.
-    pub(super) fn result_bytes(&self) -> u64 {
-        let rows = self.experts.pair_rows(self.tokens);
-        Quantized::bytes(rows, TILE_ROWS) + 2 * Activations::bytes(rows, TILE_ROWS)
-    }
-
-    /// The expert that the router should choose at a rank.
-    fn routed(&self, token: usize, rank: usize) -> usize {
-        let count = self.experts.count;
-        (count - 1 + 3 * token + count - rank) % count
-    }
-
-    /// The logit of the router's expert `expert`.
-    fn logit(&self, token: usize, expert: usize) -> f64 {
-        let rank = (0..self.experts.count).find(|rank| self.routed(token, *rank) == expert);
-        -STEP * rank.expect("each expert has a rank") as f64
-    }
-
-    /// The expert of a pair of the products' cases.
-    fn chosen(&self, pair: usize) -> usize {
-        pair % self.experts.count
-    }
-
-    /// The place of each pair of `tokens` tokens after they are grouped by expert.
-    fn places(&self, tokens: usize) -> Vec<usize> {
-        let mut order: Vec<usize> = (0..self.experts.pairs(tokens)).collect();
-        order.sort_by_key(|pair| self.chosen(*pair));
-        let mut places = vec![0; order.len()];
-        order.into_iter().enumerate().for_each(|(place, pair)| places[pair] = place);
-        places
-    }
-
-    /// The pairs of `tokens` tokens whose results are compared: those of the first token and of the last one with the same
-    /// activations.
-    fn compared(&self, tokens: usize) -> impl Iterator<Item = usize> + use<> {
-        let k = self.experts.per_token;
-        let last = (tokens - 1) / 2 * 2;
-        (0..k).chain(last * k..(last + 1) * k)
-    }
-}
 
 /// The arrays of the cases of experts.
 struct Arrays {

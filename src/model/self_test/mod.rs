@@ -11,12 +11,13 @@ mod cases;
 mod experts;
 pub mod inputs;
 mod stored;
+mod tested_experts;
 
 use std::sync::Arc;
 
 pub use self::cases::{Element, Traits, buffer_bytes, result_bytes};
-pub use self::experts::TestedExperts;
 pub use self::stored::{Set, Stored};
+pub use self::tested_experts::TestedExperts;
 
 use self::cases::{Case, Cases, Mismatch, POISON};
 use super::runner::RunnerError;
