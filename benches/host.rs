@@ -102,6 +102,7 @@ fn limits(vocab_size: usize) -> Limits {
         max_context: 8192,
         vocab_size,
         hidden_size: 640,
+        step_bytes: Vec::new(),
     }
 }
 
