@@ -1,8 +1,8 @@
 // One core of the NPU as a program of the host, for tests/tools/test_npu_kernel.py: reads the calls of a dispatch and
 // their objects from standard input, and writes each finished block of O to standard output.
 //
-// A call is a byte. Behind `b` are an object and the block's number in an int32, behind `q` an object, behind `t` a
-// tile of keys and one of values, behind `p` and `f` nothing.
+// A call is a byte. After `b` follow an object and the block's number in an int32, after `q` an object, after `t` a
+// tile of keys and one of values, after `p` and `f` nothing.
 
 #include <cstdio>
 

@@ -46,7 +46,7 @@ SHARED_OFFSETS = [64, 1 << 20]
 SHARED_JOBS = [f"{JOBS[0]}@{offset}" for offset in SHARED_OFFSETS]
 BO_SHARE, BO_HEAP, BO_DEVICE, BO_COMMAND = 1, 2, 3, 4
 TO_DEVICE, FROM_DEVICE = 0, 1
-# A command of type ERT_START_CU in its first state, with 16 words behind it: one of compute units, and 15 of arguments.
+# A command of type ERT_START_CU in its first state, followed by 16 words: one of compute units, and 15 of arguments.
 HEADER = 0x30010001
 INSTRUCTION_WORDS, FIRST_INSTRUCTION = 64, 0x06050403
 PDI_ID, UNIT_ID = "0x01", "0x901"
@@ -202,7 +202,7 @@ def the_calls_have_their_order(machine):
     found = [call["call"] + (f":{call['type']}" if call["call"] == "create_bo" else "") for call in calls]
     at = 0
     for step in steps:
-        assert step in found[at:], f"no {step} behind {found[:at]}: {found}"
+        assert step in found[at:], f"no {step} after {found[:at]}: {found}"
         at += found[at:].index(step) + 1
     (heap,) = [call for call in named(calls, "create_bo") if call["type"] == BO_HEAP]
     expect(heap["bytes"], 64 << 20)

@@ -253,7 +253,7 @@ async function write(conversation, own) {
   }
   draw.end();
   Object.assign(turn, own.outcome);
-  // Whoever sees that the answer is complete may reload or close the page at once.
+  // The user may reload or close the page as soon as the answer looks complete.
   await Promise.race([keep(conversation), new Promise((resolve) => setTimeout(resolve, SAVE_WITHIN_MS))]);
   writing.delete(conversation);
   showWriting();

@@ -2,7 +2,7 @@
 // keeps nothing.
 //
 // What the list shows of a conversation is {id, title, pinned, changed_ms, version, size}; its turns lie in a store of
-// their own. Whoever saves names the version that the turns began with. If another tab has saved meanwhile, nothing is
+// their own. A save names the version that the turns began with. If another tab has saved meanwhile, nothing is
 // written, so that no tab overwrites what another one wrote.
 
 const NAME = "unicorn";

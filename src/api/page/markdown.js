@@ -64,7 +64,7 @@ function product(state, silent) {
 const shown = new WeakMap();
 
 /**
- * Shows `text` in `parent`. Where it goes on from what is there, only its last block is read again: with text that is
+ * Shows `text` in `parent`. If it continues the text there, only its last block is read again: with text that is
  * added at the end, all before stays as it is. `unfinished` says that more is to come.
  */
 export function render(parent, text, unfinished = false) {
