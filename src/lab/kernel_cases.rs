@@ -4,17 +4,19 @@
 //! counts as two. All keys and values are the same number.
 
 use rand::Rng;
+use rand::seq::index::sample;
 
 use super::cost;
 use crate::gpu::{Arena, Buffer, Class, GpuError, MemoryKind, Recorder, Uploader};
 use crate::kernels::{
-    Activations, Attention, AttentionShape, DrawArrays, Embedding, Heads, Item, Kernels, KvCache,
-    LOGPROB_WORDS, Logits, Matrices, Matrix, Operand, Partials, Peak, Quantized, RmsNorm, Run, SampleRequest,
-    ShareArrays, Shares, StepArrays, UploadError, Wants, draw_words,
+    Activations, Attention, AttentionShape, DrawArrays, Embedding, ExpertMatrices, Experts, Heads, Item,
+    Kernels, KvCache, LOGPROB_WORDS, Logits, Matrices, Matrix, Operand, PairActivations, Partials, Peak,
+    Quantized, RmsNorm, Router, Routing, Run, SampleRequest, ShareArrays, Shares, StepArrays, UploadError,
+    Wants, draw_words,
 };
 use crate::model::memory::{MAX_SEQUENCES, partials};
 use crate::model::rig::{Make, ROTATED_BYTES, Rig, SPAN, copies, gpu_error};
-use crate::model::spec::{AttentionHeads, ModelSpec};
+use crate::model::spec::{AttentionHeads, FeedForward, Mixture, ModelSpec};
 use crate::tensor::{KvDtype, Precision, Scheme};
 
 const BLOCK_SIZE: usize = 16;
@@ -63,6 +65,15 @@ pub enum KernelWork {
         width: usize,
         tokens: usize,
     },
+    /// The router of a mixture of experts.
+    Route {
+        tokens: usize,
+    },
+    /// The experts of a layer: the lists of pairs, the products, and the sums. Every expert is equally likely.
+    Experts {
+        scheme: Scheme,
+        tokens: usize,
+    },
     /// Draws from rows of logits.
     Sample {
         vocab: usize,
@@ -105,21 +116,30 @@ impl Choice {
     pub fn cases(&self) -> Vec<Case> {
         let s = &self.spec;
         let [heads, kv_heads] = [s.heads().q_width(), s.heads().kv_width()];
-        let matrices = [
+        let has_dense = s.layers.iter().any(|layer| layer.feed_forward != FeedForward::Experts);
+        let of_attention = [
             ("q_proj", heads, s.hidden_size),
             ("k_proj", kv_heads, s.hidden_size),
             ("o_proj", s.hidden_size, heads),
+        ];
+        let of_network = [
             ("gate_proj", s.intermediate_size, s.hidden_size),
             ("down_proj", s.hidden_size, s.intermediate_size),
         ];
+        let of_network = of_network.into_iter().filter(|_| has_dense);
+        let matrices: Vec<_> = of_attention.into_iter().chain(of_network).collect();
         let mut works: Vec<(String, KernelWork)> = Vec::new();
         for &tokens in &self.tokens {
             for &scheme in &self.schemes {
-                for (name, rows, cols) in matrices {
+                for &(name, rows, cols) in &matrices {
                     let work = KernelWork::Matmul { scheme, rows, cols, tokens };
                     works.push((format!("matmul {name} {scheme} x {tokens}"), work));
                 }
-                if self.precision.quantizes(scheme) {
+                if s.mixture.is_some() {
+                    let work = KernelWork::Experts { scheme, tokens };
+                    works.push((format!("experts {scheme} x {tokens}"), work));
+                }
+                if has_dense && self.precision.quantizes(scheme) {
                     let (rows, cols) = (s.intermediate_size, s.hidden_size);
                     let work = KernelWork::Gated { scheme, rows, cols, tokens };
                     works.push((format!("gated {scheme} x {tokens}"), work));
@@ -152,7 +172,13 @@ impl Choice {
             works.push((format!("qkv_store x {tokens}"), KernelWork::QkvStore { tokens }));
             works.push((format!("rms_norm x {tokens}"), KernelWork::RmsNorm { width, tokens }));
             works.push((format!("residual x {tokens}"), KernelWork::Residual { width, tokens }));
-            works.push((format!("glu x {tokens}"), KernelWork::Glu { width: s.intermediate_size, tokens }));
+            if has_dense {
+                let work = KernelWork::Glu { width: s.intermediate_size, tokens };
+                works.push((format!("glu x {tokens}"), work));
+            }
+            if s.mixture.is_some() {
+                works.push((format!("route x {tokens}"), KernelWork::Route { tokens }));
+            }
         }
         let case = |(name, work)| Case {
             name: format!("{} {name}, {}", self.name, self.precision),
@@ -188,6 +214,18 @@ impl Case {
             KernelWork::RmsNorm { width, tokens } => cost::rms_norm(tokens, width, self.wants()),
             KernelWork::Residual { width, tokens } => cost::residual(tokens, width, self.wants(), layers),
             KernelWork::Glu { width, tokens } => cost::glu(tokens, width, self.wants(), layers.activation),
+            KernelWork::Route { tokens } => {
+                cost::route(self.mixture().experts, tokens, self.spec.hidden_size)
+            }
+            KernelWork::Experts { scheme, tokens } => {
+                let Mixture { experts, intermediate_size: width, .. } = self.mixture();
+                let hidden = self.spec.hidden_size;
+                let bytes = |rows, cols| scheme.block_bytes(rows, cols) + scheme.scale_bytes(rows, cols);
+                let of_one = 2 * bytes(width, hidden) + bytes(hidden, width);
+                // Results between the dispatches are neither input nor output.
+                let weights = (experts.expected(tokens) * of_one as f64) as u64;
+                return weights + (2 * 4 * tokens * hidden) as u64;
+            }
             KernelWork::Sample { vocab, rows, top_k, .. } => {
                 let drawn = if top_k > 0 { cost::Drawn::Filtered } else { cost::Drawn::Greedy };
                 return cost::sample(rows, vocab, drawn).iter().map(|each| each.activation_bytes).sum();
@@ -201,6 +239,10 @@ impl Case {
         match self.work {
             KernelWork::Matmul { rows, cols, tokens, .. } => Some(2 * (rows * cols * tokens) as u64),
             KernelWork::Gated { rows, cols, tokens, .. } => Some(4 * (rows * cols * tokens) as u64),
+            KernelWork::Experts { tokens, .. } => {
+                let Mixture { experts, intermediate_size: width, .. } = self.mixture();
+                Some(6 * (experts.pairs(tokens) * width * self.spec.hidden_size) as u64)
+            }
             KernelWork::Attention { sequences, tokens, depth, window } => {
                 let keys = |position: usize| (position + 1).min(window.unwrap_or(usize::MAX));
                 let seen: usize = (depth..depth + tokens).map(keys).sum();
@@ -208,6 +250,10 @@ impl Case {
             }
             _ => None,
         }
+    }
+
+    fn mixture(&self) -> Mixture {
+        self.spec.mixture.expect("a case of a mixture")
     }
 
     /// The type of the case's result. With `Precision::Fast`, the next product is an integer product, so it is int8.
@@ -372,6 +418,39 @@ impl Rig {
                 let record = move |r: &mut Recorder<'_>, _| kernels.glu(r, &gate, &up, &y, tokens);
                 (Box::new(record), output)
             }
+            KernelWork::Route { tokens } => {
+                let (experts, hidden) = (case.mixture().experts, case.spec.hidden_size);
+                let x = make.activations(tokens, hidden)?;
+                let (matrix, norm) = (make.activations(experts.count, hidden)?.buffer, make.norm(hidden)?);
+                let router = Router { matrix, norm, factor: 1.0, scales: None };
+                let routing = make.routing(&experts, tokens)?;
+                let output = routing.weights.clone();
+                let record = move |r: &mut Recorder<'_>, _| kernels.route(r, &x, &router, &routing, tokens);
+                (Box::new(record), output)
+            }
+            KernelWork::Experts { scheme, tokens } => {
+                let Mixture { experts, intermediate_size: width, .. } = case.mixture();
+                let (hidden, rows) = (case.spec.hidden_size, experts.pair_rows(tokens));
+                // One copy: with few tokens, most of it is not read again soon.
+                let mut matrix = |rows, cols| make.whole(scheme, experts.count * rows, cols);
+                let [gate, up, down] =
+                    [matrix(width, hidden)?, matrix(width, hidden)?, matrix(hidden, width)?];
+                let x = make.operand(&kernels, kernels.wants([&gate]), tokens, hidden)?;
+                let [gates, ups] = [make.activations(rows, width)?, make.activations(rows, width)?];
+                let blocks = Quantized::new(make.filled(Quantized::bytes(rows, width), 0)?, width);
+                let gated = Operand::new(kernels.wants([&down]), &gates, &blocks);
+                let (out, y) = (make.activations(rows, hidden)?, make.activations(tokens, hidden)?);
+                let routing = make.routing(&experts, tokens)?;
+                let output = y.buffer.clone();
+                let record = move |r: &mut Recorder<'_>, _| {
+                    let matrices = ExpertMatrices { gate: &gate, up: &up, down: &down };
+                    let to = PairActivations { gate: &gates, up: &ups, gated: &gated, out: &out };
+                    kernels.group_pairs(r, matrices, &routing, tokens);
+                    kernels.expert_products(r, matrices, &x, &to, &routing, tokens);
+                    kernels.combine(r, &out, &routing, None, &y, tokens);
+                };
+                (Box::new(record), output)
+            }
             KernelWork::Sample { vocab, rows, top_k, top_p } => {
                 let (logits, draws, requests) = make.draws(vocab, rows, top_k, top_p)?;
                 let sampled = make.words(&vec![0u32; rows])?;
@@ -388,13 +467,15 @@ impl Rig {
         let scheme = match case.work {
             KernelWork::Matmul { scheme, .. }
             | KernelWork::Embed { scheme, .. }
-            | KernelWork::Gated { scheme, .. } => scheme,
+            | KernelWork::Gated { scheme, .. }
+            | KernelWork::Experts { scheme, .. } => scheme,
             _ => Scheme::F32,
         };
         let gated = matches!(case.work, KernelWork::Gated { .. }).then_some(scheme).into_iter().collect();
+        let experts = matches!(case.work, KernelWork::Experts { .. }).then_some(scheme).into_iter().collect();
         let layers = case.spec.layer_kind();
         let (embedding, head) = (Some(scheme), Some(scheme));
-        let matrices = Matrices { layers, gated, embedding, head, ..Matrices::default() };
+        let matrices = Matrices { layers, gated, embedding, head, experts, ..Matrices::default() };
         Kernels::new(&self.device, &matrices, &[case.heads()], case.precision)
     }
 }
@@ -410,6 +491,26 @@ impl Make<'_> {
 
     fn norm(&mut self, width: usize) -> Result<RmsNorm, GpuError> {
         Ok(RmsNorm { weight: self.filled(4 * width as u64, 1f32.to_bits())?, eps: 1e-6 })
+    }
+
+    /// Random experts of tokens, with equal weights, and the lists of one token.
+    fn routing(&mut self, experts: &Experts, tokens: usize) -> Result<Routing, GpuError> {
+        let &Experts { count, per_token, .. } = experts;
+        let pairs = experts.pairs(tokens);
+        let mut chosen: Vec<u32> = Vec::new();
+        for _ in 0..tokens {
+            chosen.extend(sample(&mut self.rng, count, per_token).iter().map(|expert| expert as u32));
+        }
+        let items: Vec<u32> = (0..).zip(&chosen).flat_map(|(place, expert)| [*expert, place, 1, 0]).collect();
+        let places: Vec<u32> = (0..pairs as u32).collect();
+        let all = self.filled(Routing::bytes(pairs).iter().sum(), 0)?;
+        Ok(Routing {
+            experts: self.words(&chosen)?,
+            weights: self.words(&vec![1.0 / per_token as f32; pairs])?,
+            positions: self.words(&places)?,
+            items: self.words(&items)?,
+            ..Routing::new(&all, pairs)
+        })
     }
 
     fn embedding(&mut self, matrix: Matrix) -> Result<Embedding, GpuError> {
@@ -580,8 +681,10 @@ mod tests {
             tokens: vec![1, 8, 128],
             depths: vec![2048, 8192],
         };
-        let cases: Vec<Case> =
-            ["gemma-3-4b", "gemma-3-27b"].into_iter().flat_map(|name| choice(name).cases()).collect();
+        let cases: Vec<Case> = ["gemma-3-4b", "gemma-3-27b", "gemma-4-26b-a4b", "qwen3-30b-a3b"]
+            .into_iter()
+            .flat_map(|name| choice(name).cases())
+            .collect();
         let mut names: Vec<&str> = cases.iter().map(|case| case.name.as_str()).collect();
         names.sort_unstable();
         let all = names.len();

@@ -255,6 +255,21 @@ impl Make<'_> {
         cols: usize,
         count: u64,
     ) -> Result<Vec<Matrix>, GpuError> {
+        self.copies_in_shards(scheme, [rows, cols], count, self.max_shard_bytes())
+    }
+
+    /// A matrix in one buffer.
+    pub(crate) fn whole(&mut self, scheme: Scheme, rows: usize, cols: usize) -> Result<Matrix, GpuError> {
+        Ok(self.copies_in_shards(scheme, [rows, cols], 1, u64::MAX)?.remove(0))
+    }
+
+    fn copies_in_shards(
+        &mut self,
+        scheme: Scheme,
+        [rows, cols]: [usize; 2],
+        count: u64,
+        shard: u64,
+    ) -> Result<Vec<Matrix>, GpuError> {
         let mut blocks = vec![0; scheme.block_bytes(rows, cols) as usize];
         let deviation = 1.0 / (cols as f32).sqrt();
         let value = |rng: &mut ChaCha8Rng| rng.random_range(-deviation..deviation);
@@ -276,7 +291,6 @@ impl Make<'_> {
         let native = NativeTensor { scheme, blocks: blocks[..].into(), scales: scales[..].into() };
         let (shape, encoding) = ([rows, cols], Encoding::Native(native));
         let tensor = Tensor { name: "measured", file: "memory", shape: &shape, encoding, interleaved: None };
-        let shard = self.max_shard_bytes();
         let mut upload = || {
             let mut uploader = Uploader::<UploadError>::new(&self.rig.device)?;
             let arena = &mut self.arena;

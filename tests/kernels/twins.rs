@@ -12,14 +12,14 @@ use unicorn::gpu::{
     Arena, Class, CommandBuffer, Device, DeviceKind, DevicePolicy, GpuError, MemoryKind, Uploader,
 };
 use unicorn::kernels::{
-    Activations, Attention, AttentionBy, AttentionShape, AttentionTile, Bias, DrawScratch, Embedding, Heads,
-    HiddenAct, History, Item, KvCache, LAST_SAMPLED, LOGPROB_WORDS, LayerKind, MAX_LOGPROBS, Matrix,
-    NO_TOKEN, Operand, Peak, RmsNorm, Room, SampleRequest, Shares, StepArrays,
+    Activations, Attention, AttentionBy, AttentionShape, AttentionTile, Bias, DrawScratch, Embedding,
+    Experts, Heads, HiddenAct, History, Item, KvCache, LAST_SAMPLED, LOGPROB_WORDS, LayerKind, MAX_LOGPROBS,
+    Matrix, NO_TOKEN, Operand, Peak, RmsNorm, Room, SampleRequest, Shares, StepArrays,
 };
 use unicorn::lab::kernel_cases::{Choice, KernelWork};
 use unicorn::model::arch;
 use unicorn::model::rig::Rig;
-use unicorn::model::spec::{AttentionHeads, LayerSpec, ModelSpec};
+use unicorn::model::spec::{AttentionHeads, LayerSpec, Mixture, ModelSpec};
 use unicorn::npu::kernels::{GatheredKeys, OffloadKernels};
 use unicorn::quantize::{grouping, quantize_row};
 use unicorn::tensor::{DType, KvDtype, Precision, Scheme};
@@ -1627,11 +1627,22 @@ fn benchmark_cases_run_and_write_numbers() {
     let heads = AttentionHeads { num_attention_heads: 6, num_key_value_heads: 3, head_dim: 32 };
     let layers = small.layers.iter().map(|layer| LayerSpec { heads, ..*layer }).collect();
     let odd = ModelSpec { hidden_size: 96, layers, ..small.clone() };
+    let mixture = arch::shape("gemma-4-26b-a4b").unwrap().spec();
+    let of_eight = Experts { count: 8, per_token: 2, renormalizes: true };
+    let mixture = ModelSpec {
+        vocab_size: 2000,
+        hidden_size: 96,
+        intermediate_size: 300,
+        mixture: mixture.mixture.map(|each| Mixture { experts: of_eight, intermediate_size: 64, ..each }),
+        ..mixture
+    };
     let mut rig = Rig::new(&b.device).unwrap();
     let choices = [
         (small.clone(), KvDtype::F16, Precision::F32),
         (odd.clone(), KvDtype::Int8, Precision::F32),
         (small, KvDtype::F16, Precision::Fast),
+        (mixture.clone(), KvDtype::F16, Precision::F32),
+        (mixture, KvDtype::F16, Precision::Fast),
     ];
     for (spec, kv, precision) in choices {
         let (schemes, embedding) = (vec![Scheme::int4(32), Scheme::Bf16], Scheme::Int8Row);
