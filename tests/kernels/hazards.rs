@@ -705,7 +705,7 @@ fn each_missing_derived_write_is_detected() {
             .unwrap_or_else(|| panic!("{shader}.{pointer} was omitted, and no chain of {of} detected it"));
         // Errors are ignored here: numbers computed from garbage may be NaN, which ends a run.
         let model = || catch_unwind(AssertUnwindSafe(|| answers(&device)));
-        // A run of the model takes a second, so `make test` runs it until it detected enough.
+        // `make test` runs the model only until it detected enough.
         let runs = by_the_model < LEAST_BY_THE_MODEL || wants_all("UNICORN_TEST_KERNELS");
         let noticed = runs && is_used(shader) && model().map_or(true, |got| got != expected.1);
         by_the_model += usize::from(noticed);

@@ -277,7 +277,7 @@ pub(super) fn poison<'b>(r: &mut Recorder<'_>, buffers: impl IntoIterator<Item =
 }
 
 /// The buffers of an operand.
-pub(super) fn buffers(of: &Operand) -> impl Iterator<Item = &Buffer> {
+fn buffers(of: &Operand) -> impl Iterator<Item = &Buffer> {
     let floats = of.floats.iter().map(|floats| &floats.buffer);
     floats.chain(of.blocks.iter().map(|blocks| &blocks.buffer))
 }
@@ -502,6 +502,14 @@ impl Make<'_> {
         Output { name, from, form: Form::F32, elements }
     }
 
+    /// The name of the stored gated products.
+    pub(super) fn gated_set(&self) -> &'static str {
+        match self.traits.layers.activation {
+            HiddenAct::GeluTanh => "gated",
+            HiddenAct::Silu => "gated by silu",
+        }
+    }
+
     /// Lookups and products in every scheme.
     fn products(&mut self, matrices: &[[Range<u64>; 2]]) {
         let space = &mut self.space;
@@ -539,11 +547,9 @@ impl Make<'_> {
             let matrix = || Matrix::of_one_shard(scheme, [ROWS, COLS], blocks.clone(), scales.clone());
             let name = inputs::stored_scheme(scheme);
             let set = |what: &str| self.stored.find(&format!("{what} {name}"));
-            let gated = match self.traits.layers.activation {
-                HiddenAct::GeluTanh => "gated",
-                HiddenAct::Silu => "gated by silu",
-            };
-            let [Some(products), Some(gated), Some(embedded)] = ["matmul", gated, "embed"].map(set) else {
+            let [Some(products), Some(gated), Some(embedded)] =
+                ["matmul", self.gated_set(), "embed"].map(set)
+            else {
                 self.untested.push(format!("products in {scheme}"));
                 continue;
             };

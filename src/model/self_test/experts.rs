@@ -6,14 +6,14 @@
 
 use std::ops::Range;
 
-use super::cases::{CaseBuffer, Make, Output, buffers, poison};
+use super::cases::{CaseBuffer, Make, Output, poison};
 use super::inputs::{self, COLS, NORM_COLS, NORM_ROWS, PRODUCT_ROWS, WIDTH};
 use super::stored::Set;
 use super::tested_experts::{ROUTED, ROUTED_COLS, STEP, TestedExperts};
 use crate::gpu::Buffer;
 use crate::kernels::{
-    Activations, ExpertMatrices, Experts, HiddenAct, Matrix, Operand, PairActivations, Quantized, RmsNorm,
-    Router, Routing, Wants,
+    Activations, ExpertMatrices, Experts, Matrix, Operand, PairActivations, Quantized, RmsNorm, Router,
+    Routing, Wants,
 };
 use crate::tensor::{Scheme, TILE_ROWS};
 
@@ -126,12 +126,7 @@ impl Make<'_> {
             if tokens == 1 {
                 let items = (0..).zip(experts).flat_map(|(rank, expert)| [expert, rank, 1, 0]);
                 outputs.push(Output::integers("items", &routing.items, 4 * pairs, items));
-                outputs.push(Output::integers(
-                    "rows",
-                    &routing.rows,
-                    pairs,
-                    [0].into_iter().cycle().take(pairs),
-                ));
+                outputs.push(Output::integers("rows", &routing.rows, pairs, vec![0; pairs]));
                 outputs.push(Output::integers("positions", &routing.positions, pairs, 0..pairs));
             }
             let (x, router) = (
@@ -221,13 +216,9 @@ impl Make<'_> {
         scales: Buffer,
     ) {
         let count = tested.experts.count;
-        let (name, activation) = (inputs::stored_scheme(scheme), self.traits.layers.activation);
-        let gated = match activation {
-            HiddenAct::GeluTanh => "gated",
-            HiddenAct::Silu => "gated by silu",
-        };
+        let name = inputs::stored_scheme(scheme);
         let [Some(products), Some(gated)] =
-            ["matmul", gated].map(|what| self.stored.find(&format!("{what} {name}")))
+            ["matmul", self.gated_set()].map(|what| self.stored.find(&format!("{what} {name}")))
         else {
             self.untested.push(format!("products of experts in {scheme}"));
             return;
@@ -266,9 +257,12 @@ impl Make<'_> {
             let at: Vec<(usize, usize)> = compared().map(|(at, _)| at).collect();
             let expected =
                 |of: &Set| Set { values: compared().map(|(_, at)| of.values[at]).collect(), ..*of };
-            // Both kinds of products group the pairs first.
-            let mut outputs =
-                vec![Output::integers("positions", &routing.positions, pairs, places.iter().copied())];
+            // Both kinds of products group the pairs first, except that the lists of one token are there.
+            let grouped = (tokens > 1).then(|| arrays.routing.clone());
+            let positions = grouped
+                .iter()
+                .map(|_| Output::integers("positions", &routing.positions, pairs, places.iter().copied()));
+            let mut outputs: Vec<Output> = positions.collect();
             let (own, to) = (matrix(), Operand::new(form.unwrap_or(wants), &arrays.gate, &arrays.gated));
             let (x, quantized, most) = match form {
                 Some(_) => (arrays.x.clone(), arrays.x_blocks.clone(), tokens),
@@ -287,7 +281,8 @@ impl Make<'_> {
                     kernels.quantize(r, &x, blocks, most);
                 }
                 poison(r, [&gate.buffer, &up.buffer, &out.buffer]);
-                poison(r, buffers(&to).skip(to.floats.iter().count()));
+                poison(r, to.blocks.iter().map(|blocks| &blocks.buffer));
+                poison(r, &grouped);
                 let matrices = ExpertMatrices { gate: &own, up: &own, down: &own };
                 kernels.group_pairs(r, matrices, &routing, tokens);
                 match form {
