@@ -441,9 +441,7 @@ impl Class {
         match spec.role {
             Role::Embedding | Role::Head => Some(Class::Embedding),
             Role::Projection(InputGroup::Qkv | InputGroup::Output) => Some(Class::Attention),
-            Role::Projection(InputGroup::GateUp | InputGroup::Down) | Role::Experts => {
-                Some(Class::FeedForward)
-            }
+            Role::Projection(_) => Some(Class::FeedForward),
             Role::Norm | Role::Bias | Role::Router | Role::Factors => None,
         }
     }

@@ -22,7 +22,7 @@ use crate::device::resident_bytes;
 use crate::model::arch;
 use crate::model::tensors::{Inputs, Role, TensorSpec};
 use crate::model::twin;
-use crate::quantize::{Loss, Rounding, write_tensor};
+use crate::quantize::{Importance, Loss, Rounding, write_tensor};
 use crate::tensor::{Bits, QuantizeMode, Scheme};
 
 /// Maximum number of tokens of a text for `--eval`. With a vocabulary of 262,208, their logits take 2 GB of disk.
@@ -105,7 +105,10 @@ pub fn quantize(config: &Config, args: &args::Quantize) -> Result<(), Error> {
             spec,
             tensor,
             importance: match (spec.role, spec.layer) {
-                (Role::Projection(group), Some(layer)) => moments.get(layer).map(|inputs| &inputs[group][..]),
+                (Role::Projection(group), Some(layer)) => moments.get(layer).map(|inputs| Importance {
+                    weights: &inputs[group],
+                    rows: spec.rows() / spec.matrices(),
+                }),
                 _ => None,
             },
         });
@@ -134,8 +137,12 @@ pub fn quantize(config: &Config, args: &args::Quantize) -> Result<(), Error> {
         };
         text.push_str(&format!("  {class:<13} {scheme:<10} {error}\n"));
     }
-    if calibration.is_some() && shape.mixture.is_some() {
-        text.push_str("  experts       without calibration: each column's error counts the same\n");
+    if let Some(mixture) = shape.mixture.filter(|_| calibration.is_some()) {
+        let (without, all) = experts_without_samples(&moments, mixture.experts.count);
+        text.push_str(&match without {
+            0 => format!("  experts       the text has tokens of all {all}\n"),
+            _ => format!("  experts       the text has no token of {without} of {all}: rounded to nearest\n"),
+        });
     }
     if let (_, Some(peak)) = resident_bytes() {
         text.push_str(&format!("  memory        at most {} resident\n", bytes(peak)));
@@ -183,6 +190,15 @@ fn calibrate(
         done += tokens.len();
     }
     Ok(model.runner.take_moments()?)
+}
+
+/// (The number of experts that no token chose, the number of all experts) of all layers. `count` is the number of a layer.
+fn experts_without_samples(moments: &[Inputs<Vec<f32>>], count: usize) -> (usize, usize) {
+    let layers = moments.iter().filter_map(|inputs| inputs.expert_gate_up.as_ref());
+    let experts = layers.flat_map(|sums| sums.chunks_exact(sums.len() / count));
+    experts.fold((0, 0), |(without, all), sums| {
+        (without + usize::from(sums.iter().all(|sum| *sum == 0.0)), all + 1)
+    })
 }
 
 /// A copy of the configuration that loads a checkpoint without quantizing it.
@@ -251,8 +267,8 @@ fn compare(
 struct Source<'a> {
     spec: &'a TensorSpec,
     tensor: &'a Tensor<'a>,
-    /// Weight of each column's error; `None` = equal weights.
-    importance: Option<&'a [f32]>,
+    /// `None` = the errors of all columns count the same.
+    importance: Option<Importance<'a>>,
 }
 
 struct Conversion<'a> {

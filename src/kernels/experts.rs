@@ -69,6 +69,13 @@ pub struct ExpertMatrices<'a> {
     pub down: &'a Matrix,
 }
 
+/// What the rows of activations belong to: tokens, or pairs of a token and one of its experts in the order of the routing.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum RowsOf {
+    Tokens,
+    Pairs,
+}
+
 /// The activations of pairs.
 pub struct PairActivations<'a> {
     /// The products of gate and up, if they are not computed by one kernel; then gate becomes the gated product.
@@ -258,6 +265,36 @@ impl Kernels {
             sum_eps: norms.map_or(0.0, |norms| norms[1].eps),
         };
         recorder.dispatch(&combine[usize::from(norms.is_some())], &arguments, [tokens as u32, 1, 1]);
+    }
+
+    /// Adds the squares of the rows of `x` that each expert multiplies to `sums`, f32 `[experts, x.width]`.
+    pub fn expert_moments(
+        &self,
+        recorder: &mut Recorder<'_>,
+        x: &Activations,
+        rows: RowsOf,
+        routing: &Routing,
+        sums: &Buffer,
+        tokens: usize,
+    ) {
+        let experts = &self.expert_kernels().experts;
+        let pairs = experts.pairs(tokens);
+        let (count, positions) = match rows {
+            RowsOf::Tokens => (tokens, None),
+            RowsOf::Pairs => (pairs, Some(words(&routing.positions, pairs, "expert_moments: positions"))),
+        };
+        let arguments = shaders::Moments {
+            x: &x.used(count, x.width, "expert_moments: x"),
+            sums: &words(sums, experts.count * x.width, "expert_moments: sums"),
+            experts_or_none: Some(&words(&routing.experts, pairs, "expert_moments: experts")),
+            positions_or_none: positions.as_ref(),
+            count: pairs as u32,
+            width: x.width as u32,
+            x_stride: x.stride as u32,
+            per_token: experts.per_token as u32,
+        };
+        let groups = [(x.width as u32).div_ceil(64), experts.count as u32, 1];
+        recorder.dispatch(&self.moments, &arguments, groups);
     }
 }
 

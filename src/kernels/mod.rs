@@ -24,7 +24,7 @@ pub use arrays::{
 };
 pub use attention::{Item, PartItems, Room, Run, Shares, Splits, partial_width};
 pub use attention_kernels::{AttentionBy, AttentionTile};
-pub use experts::{ExpertMatrices, PairActivations, Router, Routing, pair_blocks_bytes};
+pub use experts::{ExpertMatrices, PairActivations, Router, Routing, RowsOf, pair_blocks_bytes};
 pub use operand::{
     ActivationsFrom, GpuTiles, Matrices, Operand, ProductKind, Quantized, SubgroupTile, Tiles, WIDTH_CLASSES,
     Wants, Way,
@@ -570,9 +570,12 @@ impl Kernels {
         let arguments = shaders::Moments {
             x: &x.used(tokens, x.width, "moments: x"),
             sums: &words(sums, x.width, "moments: sums"),
-            tokens: tokens as u32,
+            experts_or_none: None,
+            positions_or_none: None,
+            count: tokens as u32,
             width: x.width as u32,
             x_stride: x.stride as u32,
+            per_token: 1,
         };
         recorder.dispatch(&self.moments, &arguments, [(x.width as u32).div_ceil(64), 1, 1]);
     }

@@ -23,19 +23,23 @@ impl ModelRunner {
         Ok(())
     }
 
-    /// The sums of squares of the matrices' inputs over all tokens that ran, for each layer, by column. Panics if the
-    /// model was loaded without `moments`.
+    /// The sums of squares of the matrices' inputs over all tokens that ran, for each layer, by column; of experts, by
+    /// expert and column. Panics if the model was loaded without `moments`.
     pub fn take_moments(&mut self) -> Result<Vec<Inputs<Vec<f32>>>, RunnerError> {
         assert!(self.in_flight.is_empty(), "reading while a step is in flight");
         let mut commands = CommandBuffer::new(&self.device, "moments")?;
         let readback = &self.logits_readback;
         let mut read = |sums: &Buffer| {
-            let mut recorder = commands.begin()?;
-            recorder.copy(sums, readback, sums.size());
-            recorder.submit_alone("reading moments")?;
-            commands.wait()?;
             let mut values = vec![0f32; sums.size() as usize / 4];
-            readback.read(0, &mut values);
+            // The sums of all experts may be larger than the buffer.
+            for (i, values) in values.chunks_mut(readback.size() as usize / 4).enumerate() {
+                let bytes = 4 * values.len() as u64;
+                let mut recorder = commands.begin()?;
+                recorder.copy(&sums.slice(i as u64 * readback.size(), bytes), readback, bytes);
+                recorder.submit_alone("reading moments")?;
+                commands.wait()?;
+                readback.read(0, values);
+            }
             Ok::<_, GpuError>(values)
         };
         let mut all = Vec::new();

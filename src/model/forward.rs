@@ -4,7 +4,7 @@
 
 use std::ops::Range;
 
-use super::layers::{DeviceExperts, DeviceLayer, ExpertScratch, Scratch};
+use super::layers::{DeviceLayer, ExpertScratch, Scratch};
 use super::memory;
 use super::model_runner::ModelRunner;
 use super::step::{Frame, PoolRequest, StepOutputs};
@@ -12,8 +12,8 @@ use super::tensors::{InputGroup, Norms, Projections};
 use super::{Batch, BlockCopy};
 use crate::gpu::Recorder;
 use crate::kernels::{
-    Activations, ExpertMatrices, KvCache, Matrix, Operand, PairActivations, Routing, SampleRequest,
-    StepArrays,
+    Activations, ExpertMatrices, KvCache, Matrix, Operand, PairActivations, Router, Routing, RowsOf,
+    SampleRequest, StepArrays,
 };
 
 impl ModelRunner {
@@ -223,7 +223,7 @@ impl ModelRunner {
         let scratch = layer.scratch.rows(&rows);
         let Scratch { hidden, normed, delta, attended, .. } = &scratch;
         let Projections { o_proj, gate_proj, up_proj, down_proj, .. } = &layer.projections;
-        let next_wants = layer.feed_forward_wants().next().expect("a network or experts");
+        let next_wants = layer.wants.feed_forward().next().expect("a network or experts");
         let normed_in = Operand::new(next_wants, normed, &scratch.normed_blocks);
         self.add_squares(recorder, index, InputGroup::Output, attended, tokens);
         recorder.label("o_proj");
@@ -237,9 +237,9 @@ impl ModelRunner {
             (Some(gate_proj), Some(up_proj), Some(down_proj)) => Some(([gate_proj, up_proj], down_proj)),
             _ => None,
         };
-        let mixture = layer.experts.as_ref().map(|experts| {
+        let mixture = layer.router.as_ref().map(|router| {
             recorder.label("router");
-            self.record_routing(recorder, layer, experts, &scratch, &normed_in, tokens)
+            self.record_routing(recorder, layer, router, &scratch, &normed_in, tokens)
         });
         if let Some((gate_and_up, down_proj)) = mlp {
             let Scratch { gate, up, gated_blocks, .. } = &scratch;
@@ -265,7 +265,7 @@ impl ModelRunner {
         &self,
         recorder: &mut Recorder<'_>,
         layer: &'a DeviceLayer,
-        experts: &DeviceExperts,
+        router: &Router,
         scratch: &Scratch,
         normed_in: &Operand,
         tokens: usize,
@@ -280,19 +280,20 @@ impl ModelRunner {
         };
         let pairs = self.config.mixture.expect("a mixture").experts.pairs(tokens);
         let routing = Routing::new(&of_pairs.routing, pairs);
-        kernels.route(recorder, &scratch.hidden, &experts.router, &routing, tokens);
+        kernels.route(recorder, &scratch.hidden, router, &routing, tokens);
         kernels.group_pairs(recorder, matrices, &routing, tokens);
-        let [of_input, of_gated] = experts.wants;
         let input = match &layer.norms.pre_feedforward_layernorm_2 {
             None => normed_in.clone(),
             Some(norm) => {
-                let input = Operand::new(of_input, &of_pairs.normed, &of_pairs.normed_blocks);
+                let wants = layer.wants.expert_gate_up.expect("experts");
+                let input = Operand::new(wants, &of_pairs.normed, &of_pairs.normed_blocks);
                 recorder.label("experts' norm");
                 kernels.rms_norm(recorder, &scratch.hidden, norm, &input, tokens);
                 input
             }
         };
-        let gated = Operand::new(of_gated, &of_pairs.gate, &of_pairs.gated_blocks);
+        let wants = layer.wants.expert_down.expect("experts");
+        let gated = Operand::new(wants, &of_pairs.gate, &of_pairs.gated_blocks);
         RoutedExperts { matrices, routing, input, gated }
     }
 
@@ -308,6 +309,14 @@ impl ModelRunner {
         let ExpertScratch { gate, up, out, .. } = scratch.experts.as_ref().expect("scratch of experts");
         let of_pairs = PairActivations { gate, up, gated, out };
         self.kernels.expert_products(recorder, *matrices, input, &of_pairs, routing, tokens);
+        if let Some(moments) = &layer.moments {
+            let mut add = |group, x: &Operand, rows| {
+                let x = x.floats.as_ref().expect("calibration is computed in f32");
+                self.kernels.expert_moments(recorder, x, rows, routing, &moments[group], tokens);
+            };
+            add(InputGroup::ExpertGateUp, input, RowsOf::Tokens);
+            add(InputGroup::ExpertDown, gated, RowsOf::Pairs);
+        }
         let Norms { post_feedforward_layernorm_1: own, post_feedforward_layernorm_2: of_sum, .. } =
             &layer.norms;
         let norms = own.as_ref().zip(of_sum.as_ref()).map(Into::into);

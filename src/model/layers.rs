@@ -21,27 +21,25 @@ pub(crate) struct DeviceLayer {
     pub(super) norms: Norms<RmsNorm>,
     /// The factor of the residual stream after the layer.
     pub(super) scale: f32,
-    pub(super) experts: Option<DeviceExperts>,
+    /// The router of a layer with experts.
+    pub(super) router: Option<Router>,
     /// The model's activations in the widths of the layer's heads.
     pub(super) scratch: Scratch,
     /// The form in which each group of matrices takes its input.
     pub(super) wants: Inputs<Wants>,
-    /// For calibration: sums of the squares of each group's input, an f32 for each column.
+    /// For calibration: sums of the squares of each group's input, an f32 for each column; of experts, for each expert and
+    /// column.
     pub(crate) moments: Option<Inputs<Buffer>>,
 }
 
-/// The router of a layer, and the forms in which its experts take their inputs: the normed tokens, and gated products.
-pub(super) struct DeviceExperts {
-    pub router: Router,
-    pub wants: [Wants; 2],
+impl Inputs<Wants> {
+    /// The forms of the norms before the feed-forward network and before experts.
+    pub(super) fn feed_forward(&self) -> impl Iterator<Item = Wants> {
+        self.gate_up.into_iter().chain(self.expert_gate_up)
+    }
 }
 
 impl DeviceLayer {
-    /// The forms of the norms before the feed-forward network and before experts.
-    pub(super) fn feed_forward_wants(&self) -> impl Iterator<Item = Wants> {
-        self.wants.gate_up.into_iter().chain(self.experts.iter().map(|experts| experts.wants[0]))
-    }
-
     /// The norm of the feed-forward result before it is added to the residual stream, and the factor of the sum.
     pub(super) fn last_add(&self) -> (Option<&RmsNorm>, f32) {
         (self.norms.post_feedforward_layernorm.as_ref(), self.scale)

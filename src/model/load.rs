@@ -10,7 +10,7 @@ use std::time::Duration;
 use super::Limits;
 use super::arch;
 use super::config::{ConfigError, GenerationConfig};
-use super::layers::{DeviceExperts, DeviceLayer, Scratch, device_buffer};
+use super::layers::{DeviceLayer, Scratch, device_buffer};
 use super::memory::{
     self, DEFAULT_BLOCK_SIZE, DoesNotFit, DraftMemoryRequest, MAX_IN_FLIGHT, MemoryRequest, Schemes,
 };
@@ -21,7 +21,7 @@ use super::rope::RopeSpec;
 use super::self_test::{self, SelfTest, Traits};
 use super::spec::{LayerSpec, Mixture, ModelSpec, NormWeight, each_once};
 use super::step::Frame;
-use super::tensors::{Biases, Inputs, Layer, Norms, Projections, Role, RouterTensors, TensorSpec};
+use super::tensors::{Biases, Inputs, Layer, Norms, Projections, RouterTensors, TensorSpec};
 use super::weights::{Weights, WeightsError};
 use crate::checkpoint::{Checkpoint, CheckpointError, LayerValues, Manifest, ModelFiles, Tensor};
 use crate::gpu::placement::{self, Class, MemoryKind, Plan};
@@ -540,17 +540,14 @@ impl<'a> Load<'a> {
             let wants = input_forms(&kernels, &projections);
             let scale = scalars.layer_scalar.unwrap_or(1.0);
             let scratch = scratch.with_heads(&spec.heads);
-            let experts = config
-                .mixture
-                .as_ref()
-                .and_then(|mixture| device_experts(&kernels, mixture, (&projections, &norms), router));
+            let router = config.mixture.as_ref().and_then(|mixture| device_router(mixture, &norms, router));
             layers.push(DeviceLayer {
                 pool,
                 attention,
                 projections,
                 norms,
                 scale,
-                experts,
+                router,
                 scratch,
                 wants,
                 moments,
@@ -568,7 +565,7 @@ impl<'a> Load<'a> {
         });
         let gated_experts = layers.iter().zip(&schemes.layers).filter_map(|(layer, schemes)| {
             let scheme = schemes.expert_gate_proj.filter(|scheme| schemes.expert_up_proj == Some(*scheme))?;
-            Some((scheme, layer.experts.as_ref()?.wants[1]))
+            Some((scheme, layer.wants.expert_down?))
         });
         let traits = Traits {
             layers: config.layer_kind(),
@@ -578,7 +575,7 @@ impl<'a> Load<'a> {
             normed: each_once(
                 layers
                     .iter()
-                    .flat_map(|layer| [layer.wants.qkv].into_iter().chain(layer.feed_forward_wants())),
+                    .flat_map(|layer| [layer.wants.qkv].into_iter().chain(layer.wants.feed_forward())),
             ),
             attended: each_once(layers.iter().map(|layer| layer.wants.output)),
             activated: each_once(layers.iter().filter_map(|layer| layer.wants.down)),
@@ -638,7 +635,7 @@ impl<'a> Load<'a> {
         let row_bytes = tensor.stored_bytes() / tensor.rows() as u64;
         let each =
             &mut |rows| progress(Progress::Weights { done: before + rows as u64 * row_bytes, total: *total });
-        let max_shard_bytes = if spec.role == Role::Experts { u64::MAX } else { request.max_shard_bytes };
+        let max_shard_bytes = if spec.is_of_experts() { u64::MAX } else { request.max_shard_bytes };
         let matrix = Matrix::upload(arena, uploader, &tensor, scheme, spec.class, max_shard_bytes, each)?;
         self.queued.push(tensor);
         if self.queued_bytes() >= READ_TOGETHER_BYTES {
@@ -728,32 +725,31 @@ fn attention_shape(spec: &LayerSpec, limits: &Limits) -> AttentionShape {
 /// The form in which each group of a layer's matrices takes its input.
 fn input_forms(kernels: &Kernels, projections: &Projections<Matrix>) -> Inputs<Wants> {
     let Projections { q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj, .. } = projections;
+    let Projections { expert_gate_proj, expert_up_proj, expert_down_proj, .. } = projections;
+    let gate_up = |gate: &Option<Matrix>, up: &Option<Matrix>| {
+        gate.is_some().then(|| kernels.wants(gate.iter().chain(up)))
+    };
+    let down = |down: &Option<Matrix>| down.as_ref().map(|down| kernels.wants([down]));
     Inputs {
         qkv: kernels.wants([q_proj, k_proj].into_iter().chain(v_proj)),
         output: kernels.wants([o_proj]),
-        gate_up: gate_proj.is_some().then(|| kernels.wants(gate_proj.iter().chain(up_proj))),
-        down: down_proj.as_ref().map(|down_proj| kernels.wants([down_proj])),
+        gate_up: gate_up(gate_proj, up_proj),
+        down: down(down_proj),
+        expert_gate_up: gate_up(expert_gate_proj, expert_up_proj),
+        expert_down: down(expert_down_proj),
     }
 }
 
 /// The router of a layer with experts. Without factors of its own, its input is that of the experts.
-fn device_experts(
-    kernels: &Kernels,
-    mixture: &Mixture,
-    (projections, norms): (&Projections<Matrix>, &Norms<RmsNorm>),
-    router: RouterTensors<Buffer>,
-) -> Option<DeviceExperts> {
-    let Projections { expert_gate_proj, expert_up_proj, expert_down_proj, .. } = projections;
+fn device_router(mixture: &Mixture, norms: &Norms<RmsNorm>, router: RouterTensors<Buffer>) -> Option<Router> {
     let RouterTensors { proj, scale, per_expert_scale } = router;
     let shared = &norms.pre_feedforward_layernorm;
-    let router = Router {
+    Some(Router {
         matrix: proj?,
         norm: RmsNorm { weight: scale.unwrap_or_else(|| shared.weight.clone()), eps: shared.eps },
         factor: mixture.router_factor,
         scales: per_expert_scale,
-    };
-    let inputs = kernels.wants(expert_gate_proj.iter().chain(expert_up_proj));
-    Some(DeviceExperts { router, wants: [inputs, kernels.wants(expert_down_proj)] })
+    })
 }
 
 /// The matrices that kernels must be able to multiply by.
@@ -787,8 +783,8 @@ fn dense_of(layer: &Projections<Scheme>) -> impl Iterator<Item = &Scheme> {
 
 /// Sums of the squares of the inputs of a layer's matrices, for calibration.
 fn layer_moments(arena: &mut Arena, specs: &Layer<TensorSpec>) -> Result<Inputs<Buffer>, GpuError> {
-    let widths = specs.projections.input_widths();
-    widths.try_map(|width| device_buffer(arena, 4 * width as u64, "moments"))
+    let columns = specs.projections.input_columns();
+    columns.try_map(|columns| device_buffer(arena, 4 * columns as u64, "moments"))
 }
 
 /// Writes zeros to all allocated memory that the load does not write itself. A driver may allocate memory without

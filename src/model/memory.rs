@@ -12,7 +12,7 @@ use super::offload::OffloadLimits;
 use super::rope::RopeSpec;
 use super::self_test::{self, TestedExperts};
 use super::spec::{AttentionHeads, LayerSpec, Mixture, ModelSpec, each_once};
-use super::tensors::{Layer, ModelTensors, Projections, Role, TensorSpec};
+use super::tensors::{Layer, ModelTensors, Projections, TensorSpec};
 use super::weights::Weights;
 use super::{KvLimits, KvPool, Limits, MAX_BIASES, first_seen};
 use crate::checkpoint::{CheckpointError, Tensor};
@@ -144,9 +144,10 @@ impl ChosenKv {
     /// The limits are those that are configured, not those that fit: what fits depends on this choice.
     pub fn auto(c: &ModelSpec, schemes: &Schemes, context: usize, sequences: usize) -> ChosenKv {
         let seen = |tokens: usize| kv_bytes_seen(c, KvDtype::F16, tokens.max(1) - 1, 1);
-        let of_one = seen(context) as f64 / weights_read(c, schemes, 1);
+        let matrices = MatrixBytes::new(c, schemes);
+        let of_one = seen(context) as f64 / matrices.read(1);
         let of_all = (sequences as u64 * seen(context.min(AUTO_KV_TOKENS))) as f64;
-        let of_all = of_all / weights_read(c, schemes, sequences);
+        let of_all = of_all / matrices.read(sequences);
         let percent = 100.0 * of_one.max(of_all);
         let dtype = if percent >= AUTO_KV_PERCENT { KvDtype::Int8 } else { KvDtype::F16 };
         let why =
@@ -162,20 +163,34 @@ impl fmt::Display for ChosenKv {
     }
 }
 
-/// Bytes of the matrices that a step of `tokens` tokens reads once: of experts, those that it is expected to use.
-fn weights_read(c: &ModelSpec, schemes: &Schemes, tokens: usize) -> f64 {
-    let bytes = |(spec, scheme): (&TensorSpec, &Scheme)| {
-        let all = scheme.block_bytes(spec.rows(), spec.cols()) + scheme.scale_bytes(spec.rows(), spec.cols());
-        match (spec.role, c.mixture) {
-            (Role::Experts, Some(Mixture { experts, .. })) => {
-                all as f64 * experts.expected(tokens) / experts.count as f64
-            }
-            _ => all as f64,
+/// Bytes of the matrices that a step reads once.
+struct MatrixBytes {
+    /// Those of experts, and those of all other matrices.
+    experts: u64,
+    others: u64,
+    mixture: Option<Mixture>,
+}
+
+impl MatrixBytes {
+    fn new(c: &ModelSpec, schemes: &Schemes) -> MatrixBytes {
+        let mut all = MatrixBytes { experts: 0, others: 0, mixture: c.mixture };
+        let layers = c.tensors.layers.iter().zip(&schemes.layers);
+        let projections = layers.flat_map(|(specs, schemes)| specs.projections.iter().zip(schemes.iter()));
+        for (spec, scheme) in projections.chain([(c.head(), &schemes.head())]) {
+            let (rows, cols) = (spec.rows(), spec.cols());
+            let of = if spec.is_of_experts() { &mut all.experts } else { &mut all.others };
+            *of += scheme.block_bytes(rows, cols) + scheme.scale_bytes(rows, cols);
         }
-    };
-    let layers = c.tensors.layers.iter().zip(&schemes.layers);
-    let projections = layers.flat_map(|(specs, schemes)| specs.projections.iter().zip(schemes.iter()));
-    projections.map(bytes).sum::<f64>() + bytes((c.head(), &schemes.head()))
+        all
+    }
+
+    /// What a step of `tokens` tokens reads: of experts, those that it is expected to use.
+    fn read(&self, tokens: usize) -> f64 {
+        let share = self
+            .mixture
+            .map_or(0.0, |Mixture { experts, .. }| experts.expected(tokens) / experts.count as f64);
+        self.experts as f64 * share + self.others as f64
+    }
 }
 
 /// Everything that determines a model's size.
@@ -322,9 +337,10 @@ impl<'a> MemoryRequest<'a> {
             hidden_size: self.config.hidden_size,
             step_bytes: match self.config.mixture {
                 None => Vec::new(),
-                Some(_) => (1..=MAX_SEQUENCES)
-                    .map(|tokens| weights_read(self.config, &self.schemes, tokens) as u64)
-                    .collect(),
+                Some(_) => {
+                    let matrices = MatrixBytes::new(self.config, &self.schemes);
+                    (1..=MAX_SEQUENCES).map(|tokens| matrices.read(tokens) as u64).collect()
+                }
             },
         }
     }
@@ -358,8 +374,8 @@ impl<'a> MemoryRequest<'a> {
             add(Class::Activations, device, bytes, "self-test".into());
             if self.moments && !is_draft {
                 for (i, layer) in c.tensors.layers.iter().enumerate() {
-                    for width in layer.projections.input_widths().iter() {
-                        add(Class::Activations, device, 4 * *width as u64, format!("layers.{i} moments"));
+                    for columns in layer.projections.input_columns().iter() {
+                        add(Class::Activations, device, 4 * *columns as u64, format!("layers.{i} moments"));
                     }
                 }
             }
@@ -394,7 +410,7 @@ impl<'a> MemoryRequest<'a> {
     fn weights(&self, c: &ModelSpec, schemes: &Schemes, add: &mut dyn FnMut(Class, u64, String)) {
         let matrix = |spec: &TensorSpec, scheme: Scheme| {
             // The matrices of experts are one buffer, which kernels find an expert in by its number.
-            let most = if spec.role == Role::Experts { u64::MAX } else { self.max_shard_bytes };
+            let most = if spec.is_of_experts() { u64::MAX } else { self.max_shard_bytes };
             Matrix::buffer_bytes(scheme, spec.rows(), spec.cols(), most)
         };
         let specs = &c.tensors;
@@ -808,7 +824,7 @@ pub(super) fn projection_macs_per_token(layer: &Layer<TensorSpec>) -> u64 {
 
 /// Multiply-adds of a layer's matrices for one token, which uses some of the experts.
 pub(super) fn macs_per_token(c: &ModelSpec, layer: &Layer<TensorSpec>) -> u64 {
-    let macs = |spec: &TensorSpec| (spec.elements() as f64 * c.share_per_token(spec.role)) as u64;
+    let macs = |spec: &TensorSpec| (spec.elements() as f64 * c.share_per_token(spec)) as u64;
     layer.projections.iter().map(macs).sum()
 }
 

@@ -6,7 +6,7 @@ use serde_json::Value;
 use super::config::{ConfigError, Level, MAX_HEAD_DIM, MAX_HEADS, MAX_INTERMEDIATE};
 use super::rope::RopeSpec;
 use super::runner::KvPool;
-use super::tensors::{Layer, LayerSizes, ModelTensors, Role, TensorSpec};
+use super::tensors::{Layer, LayerSizes, ModelTensors, TensorSpec};
 use crate::checkpoint::gguf::GgufArch;
 use crate::kernels::{Experts, HiddenAct, LayerKind, MAX_EXPERTS, MAX_EXPERTS_PER_TOKEN, head_dim_multiple};
 use crate::tensor::TILE_ROWS;
@@ -275,9 +275,11 @@ impl ModelSpec {
     }
 
     /// The part of the elements of a tensor that one token multiplies: experts are used in part.
-    pub fn share_per_token(&self, role: Role) -> f64 {
-        match (role, self.mixture) {
-            (Role::Experts, Some(Mixture { experts, .. })) => experts.per_token as f64 / experts.count as f64,
+    pub fn share_per_token(&self, spec: &TensorSpec) -> f64 {
+        match self.mixture {
+            Some(Mixture { experts, .. }) if spec.is_of_experts() => {
+                experts.per_token as f64 / experts.count as f64
+            }
             _ => 1.0,
         }
     }

@@ -36,21 +36,22 @@ pub enum Role {
     Norm,
     /// The bias of a projection.
     Bias,
-    /// The matrices of all experts, which multiply the activations of the tokens that chose them.
-    Experts,
     /// The matrix of a router.
     Router,
     /// Factors whose name has no ending: of the result of a layer, of a router's input, of the results of experts.
     Factors,
 }
 
-/// The matrices of a layer that multiply the same activations.
+/// The matrices of a layer that multiply the same activations. Those of an expert multiply the activations of the tokens
+/// that chose it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum InputGroup {
     Qkv,
     Output,
     GateUp,
     Down,
+    ExpertGateUp,
+    ExpertDown,
 }
 
 impl TensorSpec {
@@ -73,9 +74,19 @@ impl TensorSpec {
         self.shape.iter().map(|n| *n as u64).product()
     }
 
+    /// The number of matrices: 1, or one for each expert.
+    pub fn matrices(&self) -> usize {
+        if self.is_of_experts() { self.shape[0] } else { 1 }
+    }
+
     /// Rows of a matrix, or of the matrices of all experts.
     pub fn rows(&self) -> usize {
         self.shape[..self.shape.len() - 1].iter().product()
+    }
+
+    /// Whether the tensor holds the matrices of all experts of a layer.
+    pub fn is_of_experts(&self) -> bool {
+        matches!(self.role, Role::Projection(InputGroup::ExpertGateUp | InputGroup::ExpertDown))
     }
 
     /// Columns of a matrix. Panics for other tensors.
@@ -212,8 +223,15 @@ one_value_each! {
 }
 
 one_value_each! {
-    /// One value for each group of matrices that have the same input, without experts.
-    Inputs { qkv: Always, output: Always, gate_up: Optional, down: Optional }
+    /// One value for each group of matrices that have the same input.
+    Inputs {
+        qkv: Always,
+        output: Always,
+        gate_up: Optional,
+        down: Optional,
+        expert_gate_up: Optional,
+        expert_down: Optional,
+    }
 }
 
 impl<T> Index<InputGroup> for Inputs<T> {
@@ -225,6 +243,8 @@ impl<T> Index<InputGroup> for Inputs<T> {
             InputGroup::Output => &self.output,
             InputGroup::GateUp => self.gate_up.as_ref().expect("a dense feed-forward network"),
             InputGroup::Down => self.down.as_ref().expect("a dense feed-forward network"),
+            InputGroup::ExpertGateUp => self.expert_gate_up.as_ref().expect("experts"),
+            InputGroup::ExpertDown => self.expert_down.as_ref().expect("experts"),
         }
     }
 }
@@ -278,13 +298,16 @@ impl<T> Layer<T> {
 }
 
 impl Projections<TensorSpec> {
-    /// The number of elements of each group's input.
-    pub fn input_widths(&self) -> Inputs<usize> {
+    /// The number of columns of one matrix of each group: of experts, those of all experts' matrices.
+    pub fn input_columns(&self) -> Inputs<usize> {
+        let columns = |spec: &TensorSpec| spec.matrices() * spec.cols();
         Inputs {
-            qkv: self.q_proj.cols(),
-            output: self.o_proj.cols(),
-            gate_up: self.gate_proj.as_ref().map(TensorSpec::cols),
-            down: self.down_proj.as_ref().map(TensorSpec::cols),
+            qkv: columns(&self.q_proj),
+            output: columns(&self.o_proj),
+            gate_up: self.gate_proj.as_ref().map(columns),
+            down: self.down_proj.as_ref().map(columns),
+            expert_gate_up: self.expert_gate_proj.as_ref().map(columns),
+            expert_down: self.expert_down_proj.as_ref().map(columns),
         }
     }
 }
@@ -373,7 +396,7 @@ impl ModelTensors<TensorSpec> {
 
 impl Layer<TensorSpec> {
     fn of(names: &Layer<Names>, sizes: &Sizes, layer: usize, own: LayerSizes) -> Layer<TensorSpec> {
-        use InputGroup::{Down, GateUp, Output, Qkv};
+        use InputGroup::{Down, ExpertDown, ExpertGateUp, GateUp, Output, Qkv};
         const Q_ROWS: &str = "num_attention_heads * head_dim, hidden_size";
         const KV_ROWS: &str = "num_key_value_heads * head_dim, hidden_size";
         const FFN_ROWS: &str = "intermediate_size, hidden_size";
@@ -386,8 +409,8 @@ impl Layer<TensorSpec> {
         let vector = |n, shape_in_config, role| (vec![n], shape_in_config, role, Class::Norms);
         let norm = |n, shape_in_config| vector(n, shape_in_config, Role::Norm);
         let bias = |n, shape_in_config| vector(n, shape_in_config, Role::Bias);
-        let of_experts = |rows, cols, shape_in_config| {
-            (vec![experts, rows, cols], shape_in_config, Role::Experts, Class::Experts)
+        let of_experts = |rows, cols, shape_in_config, input| {
+            (vec![experts, rows, cols], shape_in_config, Role::Projection(input), Class::Experts)
         };
         let factors = |n, shape_in_config| vector(n, shape_in_config, Role::Factors);
         let mut names = names.as_ref();
@@ -426,12 +449,13 @@ impl Layer<TensorSpec> {
                     .map(|_| matrix(hidden, ffn, "hidden_size, intermediate_size", Down, Class::Ffn)),
                 expert_gate_proj: projections
                     .expert_gate_proj
-                    .map(|_| of_experts(expert_ffn, hidden, EXPERT_ROWS)),
+                    .map(|_| of_experts(expert_ffn, hidden, EXPERT_ROWS, ExpertGateUp)),
                 expert_up_proj: projections
                     .expert_up_proj
-                    .map(|_| of_experts(expert_ffn, hidden, EXPERT_ROWS)),
+                    .map(|_| of_experts(expert_ffn, hidden, EXPERT_ROWS, ExpertGateUp)),
                 expert_down_proj: projections.expert_down_proj.map(|_| {
-                    of_experts(hidden, expert_ffn, "num_experts, hidden_size, moe_intermediate_size")
+                    const ROWS: &str = "num_experts, hidden_size, moe_intermediate_size";
+                    of_experts(hidden, expert_ffn, ROWS, ExpertDown)
                 }),
             },
             norms: Norms {

@@ -53,9 +53,41 @@ pub const fn grouping(scheme: Scheme, cols: usize) -> Option<(usize, i8)> {
 pub enum Rounding<'a> {
     /// Round to nearest, bit for bit equal to the reference.
     Nearest,
-    /// Search the scale with the least squared error. `importance` has a weight for the error of each column. `None` =
-    /// equal weights.
+    /// Search the scale with the least squared error, weighted by the importance of each column. `None` = equal weights.
+    Search { importance: Option<Importance<'a>> },
+}
+
+/// Weights for the errors of the columns of a tensor's matrices: of one matrix, or of those of all experts.
+#[derive(Debug, Clone, Copy)]
+pub struct Importance<'a> {
+    /// `[matrices, columns]`. Weights that are all 0 say nothing about a matrix, which is then rounded to nearest.
+    pub weights: &'a [f32],
+    /// Rows of each matrix.
+    pub rows: usize,
+}
+
+/// How one row is rounded. `importance` has a weight for each column.
+#[derive(Debug, Clone, Copy)]
+enum RowRounding<'a> {
+    Nearest,
     Search { importance: Option<&'a [f32]> },
+}
+
+impl<'a> Rounding<'a> {
+    /// The rounding of a tensor's row of `cols` columns.
+    fn of_row(self, row: usize, cols: usize) -> RowRounding<'a> {
+        match self {
+            Rounding::Nearest => RowRounding::Nearest,
+            Rounding::Search { importance: None } => RowRounding::Search { importance: None },
+            Rounding::Search { importance: Some(Importance { weights, rows }) } => {
+                let weights = &weights[row / rows * cols..][..cols];
+                match weights.iter().all(|weight| *weight == 0.0) {
+                    true => RowRounding::Nearest,
+                    false => RowRounding::Search { importance: Some(weights) },
+                }
+            }
+        }
+    }
 }
 
 /// The error of packing, summed over the weights that were rounded.
@@ -110,7 +142,7 @@ fn pack_tile(
         }
         tensor.rows_f32_into(index..index + 1, &mut values)?;
         if quantized {
-            quantize_row_to(scheme, rounding, &values, &mut row)
+            quantize_row_to(scheme, rounding.of_row(index, cols), &values, &mut row)
                 .map_err(|e| tensor.error(format!("row {index}: {e}")))?;
             pack_row(scheme, &row, lane, blocks, scales);
             row.dequantize_into(scheme, &mut packed);
@@ -200,15 +232,15 @@ pub fn write_tensor(
 /// Quantizes one row to a symmetric scheme. `out` must have the matching sizes. Panics if the scheme is not symmetric.
 fn quantize_row_to(
     scheme: Scheme,
-    rounding: Rounding,
+    rounding: RowRounding,
     row: &[f32],
     out: &mut QuantizedRow,
 ) -> Result<(), RowError> {
     let (group, qmax) = grouping(scheme, row.len()).expect("a symmetric scheme");
     let mut scales = vec![f16::ZERO; row.len().div_ceil(group)];
     match rounding {
-        Rounding::Nearest => quantize_row(row, group, qmax, &mut out.q, &mut scales)?,
-        Rounding::Search { importance } => {
+        RowRounding::Nearest => quantize_row(row, group, qmax, &mut out.q, &mut scales)?,
+        RowRounding::Search { importance } => {
             quantize_row_searching(row, importance, group, qmax, &mut out.q, &mut scales)?;
         }
     }

@@ -787,7 +787,8 @@ fn observed_moments_equal_those_of_the_matrix_inputs() {
     assert_eq!(moments.len(), config.layers.len());
     let heads = config.heads().q_width();
     let (hidden, ffn) = (config.hidden_size, config.intermediate_size);
-    let widths = Inputs { qkv: hidden, output: heads, gate_up: Some(hidden), down: Some(ffn) };
+    let widths =
+        Inputs { qkv: hidden, output: heads, gate_up: Some(hidden), down: Some(ffn), ..Inputs::default() };
     for layer in &moments {
         assert_eq!(layer.as_ref().map(Vec::len), widths);
         assert!(layer.iter().flatten().all(|sum| sum.is_finite() && *sum >= 0.0));

@@ -18,7 +18,7 @@ use unicorn::model::weights::Weights;
 use unicorn::tensor::{Bits, Scales, Scheme};
 
 use crate::support::checkpoints::{
-    ByName as _, le_bytes, mutate, opened, read_all, refusal, sha256, values_both_ways,
+    self, ByName as _, le_bytes, mutate, opened, read_all, refusal, sha256, values_both_ways, with_header,
 };
 use crate::support::damaged::DamagedReadings;
 use crate::support::goldens::Goldens;
@@ -86,6 +86,40 @@ fn every_tensor_equals_what_the_packages_unpack() {
         // Every byte belongs to a tensor, except those of parts that describe the layout of the others.
         let size = fs::metadata(folder.join("model.safetensors")).unwrap().len();
         assert!((size * 9 / 10..size).contains(&checkpoint.total_bytes()), "{variant}");
+    }
+}
+
+/// The packages pack each expert's matrices as any other matrix. Here the dense networks of both layers become the experts
+/// of one layer, by their names alone.
+#[test]
+fn experts_equal_what_the_packages_unpack() {
+    for (variant, ..) in variants() {
+        let bytes = fs::read(folder_of(variant).join("model.safetensors")).unwrap();
+        let length = 8 + u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
+        let mut header = std::str::from_utf8(&bytes[8..length]).unwrap().to_owned();
+        for expert in 0..2 {
+            header =
+                header.replace(&format!("layers.{expert}.mlp."), &format!("layers.0.mlp.experts.{expert}."));
+        }
+        let config = fs::read(folder_of(variant).join("config.json")).unwrap();
+        let folder = checkpoints::folder_of(&[
+            ("config.json", config),
+            ("model.safetensors", with_header(&header, &bytes[length..])),
+        ]);
+        let checkpoint = opened(folder.path());
+        let hashes: Value = read_json(&folder_of(variant).join("dequantized.json"));
+        for matrix in ["gate_proj", "up_proj", "down_proj"] {
+            let (prefix, _) =
+                hashes.as_object().unwrap().keys().find_map(|name| name.split_once("layers.0.mlp.")).unwrap();
+            let name = format!("{prefix}layers.0.mlp.experts.{matrix}.weight");
+            let tensor = checkpoint.get(&name).unwrap_or_else(|| panic!("{variant}: {name}"));
+            let (values, again) = values_both_ways(&tensor);
+            assert!(values.iter().zip(&again).all(|(a, b)| a == b), "{variant}: {name} on the device");
+            for (expert, values) in values.chunks_exact(values.len() / 2).enumerate() {
+                let expected = &hashes[format!("{prefix}layers.{expert}.mlp.{matrix}.weight")];
+                assert_eq!(sha256(&le_bytes(values)), *expected, "{variant}: {name}, expert {expert}");
+            }
+        }
     }
 }
 

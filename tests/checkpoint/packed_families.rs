@@ -148,8 +148,18 @@ fn model(set: &Path, quantization: Option<Value>, form: Form) -> TempDir {
     for tensor in tensors {
         match tensor.name.strip_suffix("_proj.weight") {
             Some(name) => {
-                let matrix = Matrix::random(tensor.shape[0], tensor.shape[1], &mut rng);
-                parts.extend(form(&matrix, &format!("{name}_proj")));
+                // Experts are packed one by one.
+                let names: Vec<String> = match *tensor.shape {
+                    [experts, _, _] => {
+                        (0..experts).map(|n| name.replace(".experts.", &format!(".experts.{n}."))).collect()
+                    }
+                    _ => vec![name.to_owned()],
+                };
+                let rows = tensor.rows() / names.len();
+                for name in names {
+                    let matrix = Matrix::random(rows, tensor.cols(), &mut rng);
+                    parts.extend(form(&matrix, &format!("{name}_proj")));
+                }
             }
             None => {
                 let values = le_bytes(&tensor.to_f32().unwrap());
@@ -167,7 +177,15 @@ fn model(set: &Path, quantization: Option<Value>, form: Form) -> TempDir {
 
 #[test]
 fn packed_matrices_of_every_family_compute_what_they_stand_for() {
-    for set in ["tiny-gemma4-31b", "tiny-llama", "tiny-mistral-window", "tiny-qwen2", "tiny-qwen3-tied"] {
+    const SETS: [&str; 6] = [
+        "tiny-gemma4-31b",
+        "tiny-llama",
+        "tiny-mistral-window",
+        "tiny-qwen2",
+        "tiny-qwen3-tied",
+        "tiny-qwen3-moe",
+    ];
+    for set in SETS {
         let set = data("families").join(set);
         let tokens: Vec<u32> = (0..40).map(|i| (i * 37 + 5) % 200).collect();
         let logits = |folder: &Path| all_logits(&mut load(folder, &LoadOptions::default()), &tokens);

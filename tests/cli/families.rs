@@ -7,7 +7,9 @@ use std::process::Stdio;
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
-use crate::support::checkpoints::copy_of;
+use unicorn::checkpoint::Checkpoint;
+
+use crate::support::checkpoints::{ByName as _, copy_of, opened};
 use crate::support::daemon::Daemon;
 use crate::support::data;
 use crate::support::program::{output, printed, printed_json, unicorn, unicorn_on_software};
@@ -27,6 +29,10 @@ fn without_template() -> TempDir {
     copy("tiny-llama", |config| {
         config.as_object_mut().expect("an object").remove("chat_template");
     })
+}
+
+fn text(path: &Path) -> &str {
+    path.to_str().expect("UTF-8")
 }
 
 /// A template file that shows in the ids of a prompt that it was used.
@@ -190,6 +196,58 @@ fn a_mixture_answers_and_counts_the_experts_that_it_used() {
     let layers = number("num_hidden_layers") * steps;
     let [least, most] = ["top_k_experts", "num_experts"].map(|field| number(field) * layers);
     assert!(used > least && used <= most, "{used} experts in {steps} steps, {least} to {most} expected");
+}
+
+/// Experts that the calibration text does not reach are rounded to nearest, and the report counts them.
+#[test]
+fn calibration_weighs_the_errors_of_the_experts_that_the_text_reaches() {
+    let model = gemma4("tiny-gemma4-26b", &json!({}));
+    let folder = tempfile::tempdir().expect("a folder");
+    let quantize = |name: &str, options: &[&str]| {
+        let result = folder.path().join(name);
+        let command = ["quantize", text(model.path()), text(&result), "--allow-software-vulkan"];
+        (printed(unicorn_on_software(&[&command[..], options].concat())), opened(&result))
+    };
+    let calibrated = |name: &str, words: &str| {
+        let file = folder.path().join(format!("{name}.txt"));
+        std::fs::write(&file, words).expect("written");
+        quantize(name, &["--calibrate", text(&file)])
+    };
+    let (_, nearest) = quantize("nearest", &["--rounding", "nearest"]);
+    const EXPERTS: usize = 8;
+    const LAYERS: usize = 6;
+    let rounded_to_nearest = |result: &Checkpoint| -> usize {
+        let experts = |checkpoint: &Checkpoint, layer: usize| -> Vec<Vec<f32>> {
+            let matrices = ["gate_proj", "up_proj", "down_proj"].map(|matrix| {
+                let name = format!("model.layers.{layer}.experts.{matrix}.weight");
+                checkpoint.get(&name).expect("a tensor").to_f32().expect("numbers")
+            });
+            let of_expert = |expert: usize| {
+                let each = matrices.iter().map(|m| &m[expert * m.len() / EXPERTS..][..m.len() / EXPERTS]);
+                each.collect::<Vec<_>>().concat()
+            };
+            (0..EXPERTS).map(of_expert).collect()
+        };
+        let same = |layer: usize| {
+            let both = experts(result, layer).into_iter().zip(experts(&nearest, layer));
+            both.filter(|(a, b)| a == b).count()
+        };
+        (0..LAYERS).map(same).sum()
+    };
+    let (report, result) = calibrated("a word", "Hello");
+    let without = rounded_to_nearest(&result);
+    assert!((1..EXPERTS * LAYERS).contains(&without), "{without}");
+    let line = format!("experts       the text has no token of {without} of {}: rounded", EXPERTS * LAYERS);
+    assert!(report.contains(&line), "{without}: {report}");
+    let sentences: String = (0..300).map(|n| format!("{n} is followed by {}. ", n + 1)).collect();
+    let (report, result) = calibrated("sentences", &sentences);
+    let fewer = rounded_to_nearest(&result);
+    assert!(fewer < without, "{fewer} instead of {without}");
+    let line = match fewer {
+        0 => format!("the text has tokens of all {}", EXPERTS * LAYERS),
+        _ => format!("no token of {fewer} of"),
+    };
+    assert!(report.contains(&line), "{fewer}: {report}");
 }
 
 #[test]

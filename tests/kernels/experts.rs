@@ -5,8 +5,8 @@ use rand::seq::SliceRandom;
 use unicorn::gpu::Buffer;
 use unicorn::kernels::Quantized;
 use unicorn::kernels::{
-    Activations, ExpertMatrices, Experts, Matrix, Operand, PairActivations, RmsNorm, Router, Routing, Tiles,
-    pair_blocks_bytes,
+    Activations, ExpertMatrices, Experts, Matrix, Operand, PairActivations, RmsNorm, Router, Routing, RowsOf,
+    Tiles, pair_blocks_bytes,
 };
 use unicorn::tensor::{Precision, Scheme};
 
@@ -368,6 +368,49 @@ fn results_of_experts_are_added_in_the_order_of_their_ranks() {
                 for (col, (a, c)) in dense.iter().zip(&sparse).enumerate() {
                     let off = f64::from(normed[token * dim + col]) - (a + c);
                     assert!(off.abs() <= 1e-5, "token {token}, column {col}: {off}");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn moments_of_experts_sum_the_squares_of_their_rows() {
+    let experts = experts(8, 3);
+    for bodies in BODIES {
+        let mut b = Bench::with_bodies(&crate::support::device(), 8, bodies);
+        b.make_experts(experts, Scheme::F32, Precision::F32, bodies);
+        for (tokens, width) in [(1, 4), (5, 64), (17, 132)] {
+            let pairs = experts.pairs(tokens);
+            for ids in choices(&mut b, &experts, tokens) {
+                let mut positions: Vec<u32> = (0..pairs as u32).collect();
+                positions.shuffle(&mut b.rng);
+                let routing = Routing {
+                    experts: b.upload(&ids),
+                    positions: b.upload(&positions),
+                    ..routing(&mut b, &experts, tokens)
+                };
+                for rows in [RowsOf::Tokens, RowsOf::Pairs] {
+                    let (count, row): (usize, &dyn Fn(usize) -> usize) = match rows {
+                        RowsOf::Tokens => (tokens, &|pair| pair / experts.per_token),
+                        RowsOf::Pairs => (pairs, &|pair| positions[pair] as usize),
+                    };
+                    let (x, before) = (b.random(count * width, 3.0), b.random(experts.count * width, 1.0));
+                    let (input, sums) = (b.activations(&x, width), b.upload(&before));
+                    b.run(|k, r| k.expert_moments(r, &input, rows, &routing, &sums, tokens));
+                    let got: Vec<f32> = b.download(&sums, experts.count * width);
+                    for (i, (got, before)) in got.iter().zip(&before).enumerate() {
+                        let (expert, column) = (i / width, i % width);
+                        let of_expert = (0..pairs).filter(|pair| ids[*pair] as usize == expert);
+                        let squares: f64 =
+                            of_expert.map(|pair| f64::from(x[row(pair) * width + column]).powi(2)).sum();
+                        let (before, got) = (f64::from(*before), f64::from(*got));
+                        let off = (got - before - squares).abs();
+                        assert!(
+                            off <= 2e-6 * (before.abs() + squares),
+                            "{rows:?} of {tokens} tokens, expert {expert}, column {column}: off by {off}"
+                        );
+                    }
                 }
             }
         }

@@ -68,7 +68,7 @@ impl PaperModel {
         let specs = config.tensors.clone();
         let scheme = |spec: &TensorSpec| match spec.role {
             Role::Embedding | Role::Head => Some(types.embedding),
-            Role::Projection(_) | Role::Experts => Some(types.projections),
+            Role::Projection(_) => Some(types.projections),
             Role::Norm | Role::Bias | Role::Router | Role::Factors => None,
         };
         let sizes = |spec: &TensorSpec| match scheme(spec) {
