@@ -5,7 +5,8 @@
 //   ADD       hidden[t] = (hidden[t] + norm(x[t])) * scale  (the residual add after a post-norm)
 //   RESIDUAL  the same, and y[t] = norm(hidden[t]) with next_weight (the norm before the next matrices)
 //
-// Without POST_NORM, ADD and RESIDUAL add x[t] itself.
+// Without POST_NORM, ADD and RESIDUAL add x[t] itself. With TWICE, RESIDUAL norms hidden[t] also with second_weight,
+// into second_y and the second blocks and scales: a dense network and experts take the same rows.
 //
 // With INT8, variants that write y write it quantized, as blocks and scales (common/fast.glsl). With BOTH they write y
 // and the quantized form.
@@ -29,6 +30,9 @@ layout(constant_id = 0) const uint POST_NORM = 1;
 #else
 const uint POST_NORM = 1;
 #endif
+#if defined(RESIDUAL)
+layout(constant_id = 1) const uint TWICE = 0;
+#endif
 
 layout(push_constant, std430) uniform Push {
     ReadVec4s x;
@@ -39,6 +43,10 @@ layout(push_constant, std430) uniform Push {
     WriteBlocks blocks;
     WriteScales scales;
     ReadUints rows;
+    ReadFloats second_weight_or_none;
+    WriteVec4s second_y_or_none;
+    WriteBlocks second_blocks_or_none;
+    WriteScales second_scales_or_none;
     uint dim;
     uint x_stride;
     uint y_stride;
@@ -113,19 +121,31 @@ void main() {
 #endif
     for (uint column = 4 * gl_LocalInvocationID.x; column < end; column += 4 * INVOCATIONS) {
         vec4 normed = vec4(0);
+#if defined(RESIDUAL)
+        vec4 second = vec4(0);
+#endif
         if (column < last) {
 #if defined(RESIDUAL)
             // The same invocation wrote these columns of `hidden`, so no barrier is needed.
-            normed = hidden.at[to + column / 4] * factor * weight_at(next_weight, column);
+            const vec4 value = hidden.at[to + column / 4] * factor;
+            normed = value * weight_at(next_weight, column);
+            if (TWICE == 1) second = value * weight_at(second_weight_or_none, column);
 #else
             normed = within(x.at[from + column / 4], column) * factor * weight_at(weight_or_none, column);
 #endif
 #ifndef INT8
             y.at[to + column / 4] = normed;
+#if defined(RESIDUAL)
+            if (TWICE == 1) second_y_or_none.at[to + column / 4] = second;
+#endif
 #endif
         }
 #if defined(INT8) || defined(BOTH)
         quantize_four(blocks, scales, padded, out_row, column, dim, normed);
+#if defined(RESIDUAL)
+        if (TWICE == 1)
+            quantize_four(second_blocks_or_none, second_scales_or_none, padded, out_row, column, dim, second);
+#endif
 #endif
     }
 #endif

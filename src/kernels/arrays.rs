@@ -161,6 +161,8 @@ pub struct LayerKind {
     pub has_value_norm: bool,
     /// The experts of layers that have some.
     pub experts: Option<Experts>,
+    /// Whether the input of experts has a norm of its own, besides that of a dense network.
+    pub has_expert_norm: bool,
 }
 
 impl LayerKind {
@@ -183,6 +185,7 @@ impl Default for LayerKind {
             has_biases: false,
             has_value_norm: false,
             experts: None,
+            has_expert_norm: false,
         }
     }
 }

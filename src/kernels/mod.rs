@@ -96,6 +96,8 @@ pub struct Kernels {
     rms_norm_add: Arc<Pipeline>,
     rms_norm_gather: OutputVariants,
     residual: OutputVariants,
+    /// For layers whose experts have a norm of their own.
+    residual_twice: Option<OutputVariants>,
     qkv_store: Arc<Pipeline>,
     /// For each kind of heads, the kernels of single tokens and of tiles.
     attention: Vec<(Heads, [Arc<Pipeline>; 2])>,
@@ -148,7 +150,11 @@ impl Kernels {
             rms_norm: into("rms_norm", &[])?,
             rms_norm_add: one(&shaders::RMS_NORM_ADD, &[post_norm])?,
             rms_norm_gather: into("rms_norm_gather", &[])?,
-            residual: into("rms_norm_residual", &[post_norm])?,
+            residual: into("rms_norm_residual", &[post_norm, 0])?,
+            residual_twice: layers
+                .has_expert_norm
+                .then(|| into("rms_norm_residual", &[post_norm, 1]))
+                .transpose()?,
             qkv_store: one(shader_named(&format!("qkv_store_{kv}")), &of_qkv)?,
             attention,
             attention_by,
@@ -327,7 +333,7 @@ impl Kernels {
         rows: usize,
     ) {
         assert_eq!(norm.is_some(), self.layers.has_post_norms, "rms_norm_add: norm");
-        let all = Added { hidden, next: None, scale };
+        let all = Added { hidden, next: None, scale, second: None };
         normalize(recorder, &self.rms_norm_add, (x, rows, None), norm, Some(all), (None, rows));
     }
 
@@ -344,8 +350,24 @@ impl Kernels {
         rows: usize,
     ) {
         assert_eq!(norm.is_some(), self.layers.has_post_norms, "residual: norm");
-        let (pipeline, all) = (self.residual.pipeline(y), Added { hidden, next: Some(next_norm), scale });
+        let (pipeline, all) = (self.residual.pipeline(y), Added { hidden, next: Some(next_norm), scale, second: None });
         normalize(recorder, pipeline, (x, rows, None), norm, Some(all), (Some(y), rows));
+    }
+
+    /// [`Kernels::residual`] with a factor of 1, and two norms of the sum, into operands of the same forms.
+    pub fn residual_twice(
+        &self,
+        recorder: &mut Recorder<'_>,
+        x: &Activations,
+        norm: Option<&RmsNorm>,
+        hidden: &Activations,
+        [(next, y), second]: [(&RmsNorm, &Operand); 2],
+        rows: usize,
+    ) {
+        assert_eq!(norm.is_some(), self.layers.has_post_norms, "residual_twice: norm");
+        let pipelines = self.residual_twice.as_ref().expect("experts with a norm of their own");
+        let all = Added { hidden, next: Some(next), scale: 1.0, second: Some(second) };
+        normalize(recorder, pipelines.pipeline(y), (x, rows, None), norm, Some(all), (Some(y), rows));
     }
 
     /// Computes `y[i] = norm(x[index[i]])` for `rows` entries of `index`, which are row numbers of `x`.
@@ -670,11 +692,13 @@ fn fours(width: usize) -> u32 {
     width.div_ceil(1024) as u32
 }
 
-/// The residual stream that a normed row is added to: the factor of the sum, and the norm that follows.
+/// The residual stream that a normed row is added to: the factor of the sum, the norm that follows, and a second one with
+/// its result.
 struct Added<'a> {
     hidden: &'a Activations,
     next: Option<&'a RmsNorm>,
     scale: f32,
+    second: Option<(&'a RmsNorm, &'a Operand)>,
 }
 
 /// Records any variant of the RMSNorm kernel. Without `norm`, `x` itself is added.
@@ -688,27 +712,39 @@ fn normalize(
 ) {
     let hidden = added.as_ref().map(|added| added.hidden);
     let next = added.as_ref().and_then(|added| added.next);
-    let floats = y.and_then(|y| y.floats.as_ref());
-    let blocks = y.and_then(|y| y.blocks.as_ref());
-    let planes = blocks.map(|blocks| blocks.planes(rows, x.width, "rms_norm: y"));
+    let second = added.as_ref().and_then(|added| added.second);
+    let outputs = [y, second.map(|(_, y)| y)];
+    let floats = outputs.map(|y| Some(y?.floats.as_ref()?.used(rows, x.width, "rms_norm: y")));
+    let planes = outputs.map(|y| Some(y?.blocks.as_ref()?.planes(rows, x.width, "rms_norm: y")));
+    if let (Some((second, _)), Some(next)) = (second, next) {
+        assert_eq!(second.eps, next.eps, "rms_norm: norms of the same rows");
+        let forms = |i: usize| (floats[i].is_some(), planes[i].is_some());
+        assert_eq!(forms(0), forms(1), "rms_norm: forms of both results");
+    }
     let weight = |norm: &RmsNorm| words(&norm.weight, x.width, "rms_norm: weight");
-    let (own_weight, next_weight) = (norm.map(weight), next.map(weight));
-    let [hidden_rows, float_rows] =
-        [(hidden, "hidden"), (floats, "y")].map(|(to, name)| to.map(|to| to.used(rows, x.width, name)));
+    let [own_weight, next_weight, second_weight] =
+        [norm, next, second.map(|(norm, _)| norm)].map(|norm| norm.map(weight));
+    let hidden_rows = hidden.map(|hidden| hidden.used(rows, x.width, "rms_norm: hidden"));
+    let [floats, second_floats] = floats.each_ref().map(Option::as_ref);
+    let [planes, second_planes] = planes.each_ref().map(Option::as_ref);
     let arguments = shaders::RmsNorm {
         x: &x.used(x_rows, x.width, "rms_norm: x"),
         weight_or_none: own_weight.as_ref(),
         next_weight: next_weight.as_ref(),
         hidden: hidden_rows.as_ref(),
-        y: float_rows.as_ref(),
-        blocks: planes.as_ref().map(|to| &to.blocks),
-        scales: planes.as_ref().map(|to| &to.scales),
+        y: floats,
+        blocks: planes.map(|to| &to.blocks),
+        scales: planes.map(|to| &to.scales),
         rows: index,
+        second_weight_or_none: second_weight.as_ref(),
+        second_y_or_none: second_floats,
+        second_blocks_or_none: second_planes.map(|to| &to.blocks),
+        second_scales_or_none: second_planes.map(|to| &to.scales),
         dim: x.width as u32,
         x_stride: x.stride as u32,
         // `y` and `hidden` are as wide as `x`.
         y_stride: x.stride as u32,
-        padded: planes.as_ref().map_or(0, |to| to.stride),
+        padded: planes.map_or(0, |to| to.stride),
         eps: norm.map_or(0.0, |norm| norm.eps),
         next_eps: next.map_or(0.0, |next| next.eps),
         scale: added.map_or(1.0, |added| added.scale),

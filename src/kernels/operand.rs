@@ -130,6 +130,13 @@ pub struct Wants {
     pub blocks: bool,
 }
 
+impl std::ops::BitOr for Wants {
+    type Output = Wants;
+    fn bitor(self, other: Wants) -> Wants {
+        Wants { floats: self.floats || other.floats, blocks: self.blocks || other.blocks }
+    }
+}
+
 /// An operand of products, in f32, in int8, or in both, as the matrices need it.
 #[derive(Clone)]
 pub struct Operand {

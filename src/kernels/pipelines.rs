@@ -66,6 +66,9 @@ pub fn all_pipelines(layers: LayerKind, group: u32, head_dim: u32) -> Vec<(&'sta
             ["NORMED"] => layers.experts.iter().flat_map(|_| [vec![0], vec![1]]).collect(),
             ["SILU"] => vec![vec![activation]],
             ["POST_NORM"] => vec![vec![post_norms]],
+            ["POST_NORM", "TWICE"] => {
+                (0..=u32::from(layers.has_expert_norm)).map(|twice| vec![post_norms, twice]).collect()
+            }
             ["QK_NORM", "BIAS", "VALUE_NORM"] => vec![of_qkv.to_vec()],
             ["COLUMNS", "GATED", "SCALE_BLOCKS", ..] => {
                 let gated = Some(layers.activation);

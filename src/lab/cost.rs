@@ -267,13 +267,15 @@ pub fn rms_norm_add(rows: usize, width: usize, layers: LayerKind) -> Dispatch {
     Dispatch { constants: vec![norms as u32], ..dispatch }
 }
 
-pub fn residual(rows: usize, width: usize, wants: Wants, layers: LayerKind) -> Dispatch {
+/// With a second norm of the sum if `twice`.
+pub fn residual(rows: usize, width: usize, wants: Wants, layers: LayerKind, twice: bool) -> Dispatch {
     let all =
         [&shaders::RMS_NORM_RESIDUAL, &shaders::RMS_NORM_RESIDUAL_INT8, &shaders::RMS_NORM_RESIDUAL_BOTH];
     let (shader, bytes) = into(wants, all, rows, width);
-    let norms = usize::from(layers.has_post_norms);
-    let dispatch = norm(shader, rows, width, norms + 1, floats(3 * rows * width) + bytes);
-    Dispatch { constants: vec![norms as u32], ..dispatch }
+    let (norms, results) = (usize::from(layers.has_post_norms), 1 + usize::from(twice));
+    let written = floats(3 * rows * width) + results as u64 * bytes;
+    let constants = vec![norms as u32, twice.into()];
+    Dispatch { constants, ..norm(shader, rows, width, norms + results, written) }
 }
 
 /// Heads of one layer.
@@ -537,7 +539,7 @@ pub fn body(shader: &Shader, constants: &[u32], program: &Program) -> Option<Bod
         }
         // These kernels have one or two loops over a row.
         ("rms" | "embed" | "moments" | "pool" | "adjust" | "peak", [])
-        | ("rms", [_])
+        | ("rms", [_] | [_, _])
         | ("qkv", [_, _, _]) => {
             let outer: Vec<usize> = program.inside(None).collect();
             let trip = outer.iter().map(|i| program.trip(*i, &|_| 1)).reduce(|a, b| a + b)?;

@@ -212,7 +212,9 @@ impl Case {
             }
             KernelWork::QkvStore { tokens } => cost::qkv_store(&heads, tokens, layers),
             KernelWork::RmsNorm { width, tokens } => cost::rms_norm(tokens, width, self.wants()),
-            KernelWork::Residual { width, tokens } => cost::residual(tokens, width, self.wants(), layers),
+            KernelWork::Residual { width, tokens } => {
+                cost::residual(tokens, width, self.wants(), layers, false)
+            }
             KernelWork::Glu { width, tokens } => cost::glu(tokens, width, self.wants(), layers.activation),
             KernelWork::Route { tokens } => {
                 cost::route(self.mixture().experts, tokens, self.spec.hidden_size)

@@ -229,17 +229,29 @@ impl ModelRunner {
         recorder.label("o_proj");
         kernels.matmul(recorder, &[(o_proj, delta)], &self.attended(index, &rows), tokens);
 
-        let norm = layer.norms.post_attention_layernorm.as_ref();
-        let next = (hidden, &layer.norms.pre_feedforward_layernorm);
+        let Norms { post_attention_layernorm, pre_feedforward_layernorm, .. } = &layer.norms;
+        let norm = post_attention_layernorm.as_ref();
         recorder.label("feed-forward norm");
-        kernels.residual(recorder, delta, (norm, 1.0), next, &normed_in, tokens);
+        let experts_in = match (&layer.norms.pre_feedforward_layernorm_2, &scratch.experts) {
+            (Some(second), Some(of_pairs)) => {
+                let input = Operand::new(next_wants, &of_pairs.normed, &of_pairs.normed_blocks);
+                let results = [(pre_feedforward_layernorm, &normed_in), (second, &input)];
+                kernels.residual_twice(recorder, delta, norm, hidden, results, tokens);
+                input
+            }
+            _ => {
+                let next = (hidden, pre_feedforward_layernorm);
+                kernels.residual(recorder, delta, (norm, 1.0), next, &normed_in, tokens);
+                normed_in.clone()
+            }
+        };
         let mlp = match (gate_proj, up_proj, down_proj) {
             (Some(gate_proj), Some(up_proj), Some(down_proj)) => Some(([gate_proj, up_proj], down_proj)),
             _ => None,
         };
         let mixture = layer.router.as_ref().map(|router| {
             recorder.label("router");
-            self.record_routing(recorder, layer, router, &scratch, &normed_in, tokens)
+            self.record_routing(recorder, layer, router, &scratch, experts_in, tokens)
         });
         if let Some((gate_and_up, down_proj)) = mlp {
             let Scratch { gate, up, gated_blocks, .. } = &scratch;
@@ -260,14 +272,14 @@ impl ModelRunner {
         }
     }
 
-    /// Chooses the experts of the tokens in `hidden`, and norms their inputs unless `normed_in` has them.
+    /// Chooses the experts of the tokens in `hidden`, whose inputs are in `input`.
     fn record_routing<'a>(
         &self,
         recorder: &mut Recorder<'_>,
         layer: &'a DeviceLayer,
         router: &Router,
         scratch: &Scratch,
-        normed_in: &Operand,
+        input: Operand,
         tokens: usize,
     ) -> RoutedExperts<'a> {
         let (kernels, of_pairs) = (&self.kernels, scratch.experts.as_ref().expect("scratch of experts"));
@@ -282,16 +294,6 @@ impl ModelRunner {
         let routing = Routing::new(&of_pairs.routing, pairs);
         kernels.route(recorder, &scratch.hidden, router, &routing, tokens);
         kernels.group_pairs(recorder, matrices, &routing, tokens);
-        let input = match &layer.norms.pre_feedforward_layernorm_2 {
-            None => normed_in.clone(),
-            Some(norm) => {
-                let wants = layer.wants.expert_gate_up.expect("experts");
-                let input = Operand::new(wants, &of_pairs.normed, &of_pairs.normed_blocks);
-                recorder.label("experts' norm");
-                kernels.rms_norm(recorder, &scratch.hidden, norm, &input, tokens);
-                input
-            }
-        };
         let wants = layer.wants.expert_down.expect("experts");
         let gated = Operand::new(wants, &of_pairs.gate, &of_pairs.gated_blocks);
         RoutedExperts { matrices, routing, input, gated }

@@ -537,7 +537,7 @@ impl<'a> Load<'a> {
                 // A step reads a part of the cache, and `ModelRunner::run` counts its bytes.
                 cache: KvCache { keys: half("key")?.accessing(0), values: half("value")?.accessing(0) },
             };
-            let wants = input_forms(&kernels, &projections);
+            let wants = input_forms(&kernels, &projections, &norms);
             let scale = scalars.layer_scalar.unwrap_or(1.0);
             let scratch = scratch.with_heads(&spec.heads);
             let router = config.mixture.as_ref().and_then(|mixture| device_router(mixture, &norms, router));
@@ -722,20 +722,27 @@ fn attention_shape(spec: &LayerSpec, limits: &Limits) -> AttentionShape {
     }
 }
 
-/// The form in which each group of a layer's matrices takes its input.
-fn input_forms(kernels: &Kernels, projections: &Projections<Matrix>) -> Inputs<Wants> {
+/// The form in which each group of a layer's matrices takes its input. If a dense network and experts have a norm each, one
+/// kernel writes the inputs of both, in the same forms.
+fn input_forms(
+    kernels: &Kernels,
+    projections: &Projections<Matrix>,
+    norms: &Norms<RmsNorm>,
+) -> Inputs<Wants> {
     let Projections { q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj, .. } = projections;
     let Projections { expert_gate_proj, expert_up_proj, expert_down_proj, .. } = projections;
     let gate_up = |gate: &Option<Matrix>, up: &Option<Matrix>| {
         gate.is_some().then(|| kernels.wants(gate.iter().chain(up)))
     };
     let down = |down: &Option<Matrix>| down.as_ref().map(|down| kernels.wants([down]));
+    let (dense, of_experts) = (gate_up(gate_proj, up_proj), gate_up(expert_gate_proj, expert_up_proj));
+    let both = norms.pre_feedforward_layernorm_2.as_ref().and(dense).zip(of_experts).map(|(a, b)| a | b);
     Inputs {
         qkv: kernels.wants([q_proj, k_proj].into_iter().chain(v_proj)),
         output: kernels.wants([o_proj]),
-        gate_up: gate_up(gate_proj, up_proj),
+        gate_up: both.or(dense),
         down: down(down_proj),
-        expert_gate_up: gate_up(expert_gate_proj, expert_up_proj),
+        expert_gate_up: both.or(of_experts),
         expert_down: down(expert_down_proj),
     }
 }

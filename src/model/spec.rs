@@ -261,6 +261,7 @@ impl ModelSpec {
             has_biases: biases.q_proj.is_some(),
             has_value_norm: self.has_value_norm,
             experts: self.mixture.map(|mixture| mixture.experts),
+            has_expert_norm: norms.pre_feedforward_layernorm_2.is_some(),
         }
     }
 

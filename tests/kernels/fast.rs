@@ -7,8 +7,8 @@ use half::f16;
 use serde_json::json;
 use unicorn::gpu::{Class, Device, Recorder};
 use unicorn::kernels::{
-    Activations, ActivationsFrom, AttentionBy, AttentionTile, GpuTiles, Kernels, Operand, ProductKind,
-    Quantized, RmsNorm, SubgroupTile, Tiles, Wants, Way,
+    Activations, ActivationsFrom, AttentionBy, AttentionTile, GpuTiles, Kernels, LayerKind, Operand,
+    ProductKind, Quantized, RmsNorm, SubgroupTile, Tiles, Wants, Way,
 };
 use unicorn::model::SamplingParams;
 use unicorn::model::load::LoadOptions;
@@ -380,6 +380,7 @@ fn all_ways(
 #[test]
 fn fused_norms_match_separate_norms_bit_for_bit() {
     with_each_body(75, |b| {
+        b.make_layers(LayerKind { has_expert_norm: true, ..LayerKind::default() });
         for (tokens, width) in [(1, 30), (3, 100), (5, 1152), (2, 5376)] {
             let [x, base, one, two] = [tokens, tokens, 1, 1].map(|rows| b.random(rows * width, 1.5));
             let (x, hidden) = (b.activations(&x, width), b.activations(&base, width));
@@ -416,6 +417,22 @@ fn fused_norms_match_separate_norms_bit_for_bit() {
             check(got, "residual");
             for hidden in &again {
                 same(&b.rows(hidden, tokens), &sum, "the sum in the hidden state");
+            }
+            // Each result in turn is the one that is compared; the other one has the other norm.
+            for (place, what) in [(0, "residual_twice, first"), (1, "residual_twice, second")] {
+                let others: Vec<(Activations, Quantized)> =
+                    (0..3).map(|_| (b.empty(tokens, width), b.quantized(tokens, width))).collect();
+                let again: Vec<Activations> = (0..3).map(|_| b.activations(&base, width)).collect();
+                let next = std::cell::Cell::new(0);
+                let got = all_ways(b, tokens, width, &|k, r, y| {
+                    let run = next.replace(next.get() + 1);
+                    let wants = Wants { floats: y.floats.is_some(), blocks: y.blocks.is_some() };
+                    let other = Operand::new(wants, &others[run].0, &others[run].1);
+                    let mut results = [(&norms[0], &other), (&norms[0], &other)];
+                    results[place] = (&norms[1], y);
+                    k.residual_twice(r, &x, Some(&norms[0]), &again[run], results, tokens);
+                });
+                check(got, what);
             }
         }
     });

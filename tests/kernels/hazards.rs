@@ -259,22 +259,23 @@ fn quantizing(b: &mut Bench) -> Chain {
 }
 
 /// Kernels of [`norms`].
-const NORMS: usize = 7;
+const NORMS: usize = 8;
 
 /// One of the kernels that write f32, int8 or both, after a kernel that writes its input. No other barrier may hide
 /// that its own is missing.
 fn norms(b: &mut Bench, wants: Wants, which: usize) -> Chain {
     let (rows, dim) = (3, 100);
     if which >= 5 {
-        b.make_layers(LayerKind { has_post_norms: false, ..LayerKind::default() });
+        let has_expert_norm = which == 7;
+        b.make_layers(LayerKind { has_post_norms: false, has_expert_norm, ..LayerKind::default() });
     }
     let [x, base] = [(); 2].map(|()| b.random(rows * dim, 1.0));
     let weight = b.random(dim, 1.0);
     let (x, hidden) = (b.activations(&x, dim), b.activations(&base, dim));
     let norm = RmsNorm { weight: b.upload(&weight), eps: 1e-6 };
     let index = b.upload(&[2u32, 0]);
-    let (floats, blocks) = (b.empty(rows, dim), b.quantized(rows, dim));
-    let mut to = Operand::new(wants, &floats, &blocks);
+    let mut operand = || Operand::new(wants, &b.empty(rows, dim), &b.quantized(rows, dim));
+    let (mut to, second) = (operand(), operand());
     if which == 4 && wants.floats {
         // The kernel works in place.
         to.floats = Some(hidden.clone());
@@ -282,11 +283,16 @@ fn norms(b: &mut Bench, wants: Wants, which: usize) -> Chain {
     let mut written = Vec::new();
     // The gather reads two rows.
     let padded = if which == 2 { 2 } else { 4 };
-    if !matches!(which, 3 | 6) {
+    let outputs = match which {
+        3 | 6 => &[][..],
+        7 => &[&to, &second],
+        _ => &[&to],
+    };
+    for to in outputs {
         written.extend(to.floats.as_ref().map(|floats| floats.buffer.clone()));
         written.extend(to.blocks.iter().flat_map(|blocks| planes(blocks, padded)));
     }
-    if matches!(which, 1 | 3 | 5 | 6) {
+    if matches!(which, 1 | 3 | 5 | 6 | 7) {
         written.push(hidden.buffer.clone());
     }
     Chain::new(format!("norms and activation, {which}, {wants:?}"), written, move |k, r| {
@@ -298,6 +304,7 @@ fn norms(b: &mut Bench, wants: Wants, which: usize) -> Chain {
             3 => k.rms_norm_add(r, &x, (Some(&norm), 1.0), &hidden, rows),
             5 => k.residual(r, &x, (None, 1.0), (&hidden, &norm), &to, rows),
             6 => k.rms_norm_add(r, &x, (None, 1.0), &hidden, rows),
+            7 => k.residual_twice(r, &x, None, &hidden, [(&norm, &to), (&norm, &second)], rows),
             _ => k.glu(r, &hidden, &x, &to, rows),
         }
     })

@@ -213,7 +213,7 @@ impl PaperModel {
                     "rms_norm_add" => cost::rms_norm_add(x, width, self.layers),
                     name if name.starts_with("rms_norm_gather") => cost::rms_norm_gather(x, width, wants),
                     name if name.starts_with("rms_norm_residual") => {
-                        cost::residual(x, width, wants, self.layers)
+                        cost::residual(x, width, wants, self.layers, note.constants[1] == 1)
                     }
                     _ => cost::rms_norm(x, width, wants),
                 };

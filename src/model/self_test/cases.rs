@@ -94,7 +94,9 @@ case_buffers! {
     Hidden: norm,
     Work: norm,
     Norm: norm,
+    SecondNorm: norm,
     NormBlocks: blocks(NORM_ROWS, WIDTH),
+    SecondNormBlocks: blocks(NORM_ROWS, WIDTH),
     NormWeight: 4 * WIDTH as u64,
     NextWeight: 4 * WIDTH as u64,
     NormRows: 8,
@@ -635,10 +637,16 @@ impl Make<'_> {
         for (part, next) in [(CaseBuffer::NormWeight, false), (CaseBuffer::NextWeight, true)] {
             space.put(&space.part(part), &inputs::norm_weights(next));
         }
-        let [x, hidden, work, y] =
-            [CaseBuffer::Normed, CaseBuffer::Hidden, CaseBuffer::Work, CaseBuffer::Norm]
-                .map(|part| space.floats(part, WIDTH));
-        let blocks = space.blocks(CaseBuffer::NormBlocks, WIDTH);
+        let [x, hidden, work, y, second_y] = [
+            CaseBuffer::Normed,
+            CaseBuffer::Hidden,
+            CaseBuffer::Work,
+            CaseBuffer::Norm,
+            CaseBuffer::SecondNorm,
+        ]
+        .map(|part| space.floats(part, WIDTH));
+        let [blocks, second_blocks] =
+            [CaseBuffer::NormBlocks, CaseBuffer::SecondNormBlocks].map(|part| space.blocks(part, WIDTH));
         let [norm, next] = [CaseBuffer::NormWeight, CaseBuffer::NextWeight]
             .map(|part| RmsNorm { weight: space.part(part), eps: inputs::EPS });
         let (index, pooled) = (space.part(CaseBuffer::NormRows), space.floats(CaseBuffer::Pooled, WIDTH));
@@ -653,7 +661,7 @@ impl Make<'_> {
         };
         let bytes = work.buffer.size();
         let stored = self.stored;
-        let LayerKind { activation, has_post_norms, .. } = self.traits.layers;
+        let LayerKind { activation, has_post_norms, has_expert_norm, .. } = self.traits.layers;
         let post_norm = has_post_norms.then(|| norm.clone());
         let [residual_y, residual_hidden] = match has_post_norms {
             true => ["residual y", "residual hidden"],
@@ -676,6 +684,21 @@ impl Make<'_> {
                 poison(r, buffers(&into));
                 r.copy(&before.buffer, &stream.buffer, bytes);
                 kernels.residual(r, &from, (by.as_ref(), 1.0), (&stream, &then), &into, NORM_ROWS);
+            });
+            if !has_expert_norm {
+                continue;
+            }
+            let second = Operand::new(form, &second_y, &second_blocks);
+            let mut outputs = self.operand("y", &to, NORM_ROWS, stored.get(residual_y), &all);
+            outputs.extend(self.operand("second y", &second, NORM_ROWS, stored.get(residual_y), &all));
+            outputs.push(self.rows("hidden", &work, NORM_ROWS, stored.get(residual_hidden), &all));
+            let (from, by, then) = (x.clone(), post_norm.clone(), next.clone());
+            let (before, stream) = (hidden.clone(), work.clone());
+            self.add(format!("rms_norm_residual{}, twice", form_name(form)), outputs, move |kernels, r| {
+                poison(r, buffers(&to).chain(buffers(&second)));
+                r.copy(&before.buffer, &stream.buffer, bytes);
+                let results = [(&then, &to), (&then, &second)];
+                kernels.residual_twice(r, &from, by.as_ref(), &stream, results, NORM_ROWS);
             });
         }
 
