@@ -17,7 +17,9 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -85,9 +87,29 @@ def listed_skips():
     return set(re.findall(r"^\[([a-z0-9-]+)\]\s*$", text, re.MULTILINE))
 
 
+# The commands that run now. An interrupted run kills them, because they have sessions of their own.
+RUNNING = set()
+# `lines` of a thread = where it collects its output, to be shown when its part ends. Without it, output is shown at once.
+COLLECTED = threading.local()
+
+
+def kill_running():
+    for process in list(RUNNING):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def show(text):
+    lines = getattr(COLLECTED, "lines", None)
+    if lines is None:
+        print(text, end="", flush=True)
+    else:
+        lines.append(text)
+
+
 def run(command, seconds=PART_SECONDS, env=None, arrived=None):
-    """Runs a command, shows its output while it runs, and returns (exit status, output). Status None = the command was
-    killed. `arrived` is a list that receives (time, line) of each line."""
+    """Runs a command, shows its output, and returns (exit status, output). Status None = the command was killed. `arrived`
+    is a list that receives (time, line) of each line."""
     process = subprocess.Popen(
         command, cwd=ROOT, env={**os.environ, **(env or {})}, text=True, errors="replace", start_new_session=True,
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
@@ -100,23 +122,24 @@ def run(command, seconds=PART_SECONDS, env=None, arrived=None):
         with contextlib.suppress(ProcessLookupError):  # the process may just have exited
             os.killpg(process.pid, signal.SIGKILL)
 
-    previous = signal.signal(signal.SIGALRM, kill)
-    signal.alarm(seconds)
+    limit = threading.Timer(seconds, kill)
+    limit.start()
+    RUNNING.add(process)
     lines = []
     try:
         for line in process.stdout:
             lines.append(line)
             if arrived is not None:
                 arrived.append((time.monotonic(), line))
-            print(line, end="", flush=True)
+            show(line)
         status = process.wait()
     except BaseException:
         kill()
         raise
     finally:
+        limit.cancel()
+        RUNNING.discard(process)
         process.stdout.close()
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, previous)
     return (None if killed else status), "".join(lines)
 
 
@@ -173,7 +196,9 @@ def rust():
     built, _ = run(BUILD)
     if built != 0:
         return Result(failures=[f"rust: the build failed ({ended(built)})"])
-    env = {"UNICORN_SKIP_LOG": str(SKIP_LOG), **LAVAPIPE, **narrow_vectors()}
+    # Many tests wait for a server, and leave a processor to others.
+    threads = int(os.environ.get("RUST_TEST_THREADS") or os.cpu_count() + 1)
+    env = {"UNICORN_SKIP_LOG": str(SKIP_LOG), "RUST_TEST_THREADS": str(threads), **LAVAPIPE, **narrow_vectors()}
     tests = ["cargo", "test", "--locked", "--no-fail-fast"]
     arrived = []
     ran = [
@@ -185,7 +210,7 @@ def rust():
     # The first status that is not 0; None = the command was killed.
     status = next((status for status, _ in ran if status != 0), 0)
     result = cargo_result(status, "".join(output for _, output in ran), [tuple(line.split("\t", 1)) for line in log])
-    result.took = durations(arrived, int(os.environ.get("RUST_TEST_THREADS") or os.cpu_count()))
+    result.took = durations(arrived, threads)
     return result
 
 
@@ -276,7 +301,7 @@ def of_devices(rows):
                 result.skipped.append(("test-devices", cells))
                 continue
             for suite, cell in cells.items():
-                print(f"{device.name}, {suite}: {cell.text()}", flush=True)
+                show(f"{device.name}, {suite}: {cell.text()}\n")
                 result.passed += cell.passed
                 result.failures += [f"{device.name}: {failure}" for failure in cell.failures]
     except DevicesError as error:
@@ -301,7 +326,7 @@ def clients():
     }
     lacks = node_lacks(CLIENTS, CLIENT_MODULES, "openai")
     if lacks:
-        print(f"no client for Node.js: {lacks}")
+        show(f"no client for Node.js: {lacks}\n")
     else:
         environment["NODE_PATH"] = str(CLIENT_MODULES / "node_modules")
     return counted("clients", *run([python, str(CLIENTS / "test_openai.py")], env=environment))
@@ -489,11 +514,59 @@ PARTS = {
     "tools": tools, "demo": demo, "rustfmt": rustfmt, "rust": rust, "devices": devices_cheap, "clients": clients,
     "scaling": scaling, "service": service, "npu": npu, "page": page, "clippy": clippy,
 }
+# Parts that run at the same time, because they mostly wait: the tests of a lane run one after the other.
+LANES = [["clients", "npu"], ["page", "service", "scaling"]]
 # These parts take too long for every run, and the last one writes files.
 NAMED_ONLY = {
     "lm-eval": lm_eval, "openwebui": openwebui, "all-devices": devices_all, "all-scaling": all_scaling,
     "page-libraries": page_libraries_written,
 }
+
+
+def timed(name, part):
+    """(result, seconds) of a part. Its output begins with its name."""
+    show(f"\n== {name}: {(part.__doc__ or name).splitlines()[0]}\n")
+    began = time.monotonic()
+    result = part()
+    if result.tests() == 0:
+        result.failures.append(f"{name}: no test ran")
+    return result, time.monotonic() - began
+
+
+def in_lanes(lanes, parts):
+    """Runs the parts of each lane in a thread of its own. Yields (name, result, seconds) of each part when all have ended."""
+
+    def one_after_the_other(lane):
+        ran = []
+        for name in lane:
+            COLLECTED.lines = []
+            result, seconds = timed(name, parts[name])
+            ran.append((name, result, seconds, "".join(COLLECTED.lines)))
+        return ran
+
+    with ThreadPoolExecutor(len(lanes)) as threads:
+        try:
+            all_ran = list(threads.map(one_after_the_other, lanes))
+        except KeyboardInterrupt:
+            kill_running()
+            raise
+    for name, result, seconds, output in (part for ran in all_ran for part in ran):
+        print(output, end="", flush=True)
+        yield name, result, seconds
+
+
+def each_result(names, parts):
+    """Runs the parts. Yields (name, result, seconds) of each."""
+    waiting = list(names)
+    while waiting:
+        lanes = [[name for name in lane if name in waiting] for lane in LANES]
+        together = [name for lane in lanes for name in lane]
+        if waiting[0] in together:
+            yield from in_lanes([lane for lane in lanes if lane], parts)
+            waiting = [name for name in waiting if name not in together]
+        else:
+            name = waiting.pop(0)
+            yield name, *timed(name, parts[name])
 
 
 def main(names):
@@ -509,13 +582,8 @@ def main(names):
     Path(os.environ["MESA_SHADER_CACHE_DIR"]).mkdir(parents=True, exist_ok=True)
 
     total, seconds = Result(), {}
-    for name in names or PARTS:
-        print(f"\n== {name}: {(parts[name].__doc__ or name).splitlines()[0]}", flush=True)
-        began = time.monotonic()
-        result = parts[name]()
-        seconds[name] = time.monotonic() - began
-        if result.tests() == 0:
-            result.failures.append(f"{name}: no test ran")
+    for name, result, spent in each_result(names or PARTS, parts):
+        seconds[name] = spent
         total.passed += result.passed
         total.failures += result.failures
         total.skipped += result.skipped
@@ -540,4 +608,8 @@ def main(names):
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except KeyboardInterrupt:
+        kill_running()
+        raise

@@ -1,6 +1,9 @@
 """tools/test.py: how it counts. Each kind of error in a run must become a failure."""
 
+import contextlib
+import io
 import sys
+import threading
 import unittest
 from importlib import util
 from pathlib import Path
@@ -100,6 +103,25 @@ class Processes(unittest.TestCase):
     def test_a_part_that_hangs_is_killed_and_fails(self):
         status, _ = runner.run(["sleep", "60"], seconds=1)
         self.assertIsNone(status)
+
+    def test_parts_of_lanes_run_together_and_keep_their_output_apart(self):
+        # Each part waits for the other one's, so one after the other they would never end.
+        met = threading.Barrier(2, timeout=30)
+
+        def part(name):
+            def of():
+                met.wait()
+                runner.run(["sh", "-c", f"echo {name} says; sleep 0.2; echo {name} says more"])
+                met.wait()
+                return runner.Result(passed=1)
+            return of
+
+        output = io.StringIO()
+        with contextlib.redirect_stdout(output):
+            ran = list(runner.each_result(["clients", "page"], {name: part(name) for name in ["clients", "page"]}))
+        self.assertEqual([(name, result.passed) for name, result, _ in ran], [("clients", 1), ("page", 1)])
+        for name in ["clients", "page"]:
+            self.assertIn(f"\n== {name}: {name}\n{name} says\n{name} says more\n", output.getvalue())
 
     def test_pins_are_read_with_and_without_extras(self):
         self.assertEqual(runner.pins("# text\na-b==1.2\nlitellm[mcp]==3\n"), [("a-b", "1.2"), ("litellm", "3")])
