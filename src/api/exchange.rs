@@ -587,6 +587,7 @@ impl Answers {
                 all.decode = all.decode.max(timings.decode);
                 all.decode_steps = all.decode_steps.max(timings.decode_steps);
                 all.predicted_n += timings.predicted_n;
+                all.thought_n += timings.thought_n;
                 all.first_n += timings.first_n;
                 all.drafts.proposed += timings.drafts.proposed;
                 all.drafts.accepted += timings.drafts.accepted;
@@ -638,22 +639,29 @@ replies! {
         completion_tokens: usize,
         total_tokens: usize,
         prompt_tokens_details: PromptTokensDetails,
+        completion_tokens_details: CompletionTokensDetails,
     }
 
     struct PromptTokensDetails {
         /// Tokens of the prompt that the prefix cache had.
         cached_tokens: usize,
     }
+
+    struct CompletionTokensDetails {
+        /// Tokens of thoughts, with those around a thought.
+        reasoning_tokens: usize,
+    }
 }
 
 impl Usage {
     pub fn new(timings: &Timings) -> Self {
-        let Timings { prompt_n, cached_n, predicted_n, .. } = *timings;
+        let Timings { prompt_n, cached_n, predicted_n, thought_n, .. } = *timings;
         Self {
             prompt_tokens: prompt_n,
             completion_tokens: predicted_n,
             total_tokens: prompt_n + predicted_n,
             prompt_tokens_details: PromptTokensDetails { cached_tokens: cached_n },
+            completion_tokens_details: CompletionTokensDetails { reasoning_tokens: thought_n },
         }
     }
 }

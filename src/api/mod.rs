@@ -41,6 +41,7 @@ mod paths;
 mod server;
 mod cache_salt;
 mod tasks;
+mod thinking;
 mod tools;
 mod wire;
 

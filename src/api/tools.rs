@@ -135,12 +135,15 @@ pub(in crate::api) struct PartialCall {
 }
 
 impl PartialCall {
+    /// A call that begins.
+    pub(in crate::api) fn new(name: String) -> Self {
+        Self { id: new_id(""), name, arguments: String::new() }
+    }
+
     /// Adds a piece to an answer's calls.
     pub(in crate::api) fn push(calls: &mut Vec<Self>, piece: CallPiece) {
         match piece {
-            CallPiece::Name { name, .. } => {
-                calls.push(Self { id: new_id(""), name, arguments: String::new() })
-            }
+            CallPiece::Name { name, .. } => calls.push(Self::new(name)),
             CallPiece::Parameters { index, json } => calls[index].arguments.push_str(&json),
         }
     }

@@ -39,6 +39,8 @@ pub struct Timings {
     pub cached_n: usize,
     /// Number of ids sampled until now, including a stop id.
     pub predicted_n: usize,
+    /// How many of those ids belong to thoughts. What decodes the answer counts them; the engine leaves this at 0.
+    pub thought_n: usize,
     /// How many of those ids came from the step that sampled the first one. Their time counts as prefill.
     pub first_n: usize,
     /// Number of later steps that sampled an id.
@@ -211,6 +213,7 @@ impl Clock {
             prompt_n: self.prompt_n,
             cached_n: self.cached_n,
             predicted_n: self.predicted_n,
+            thought_n: 0,
             first_n: self.first_n,
             decode_steps: self.decode_steps,
             drafts: self.drafts,

@@ -4,13 +4,18 @@ use super::error::SessionError;
 use super::mask::Failure;
 use crate::engine::{Event, FinishReason, Timings};
 use crate::model::Logprobs;
-use crate::text::{AnswerPiece, CallPiece, CallReader, Detokenizer, StopMatcher};
+use crate::text::{
+    AnswerPiece, AnswerReader, CallPiece, CallReader, Detokenizer, StopMatcher, ThoughtStart, ThoughtTokens,
+};
 
 /// Turns token events into text. The text never ends in the middle of a character, and never has any byte of a stop
 /// string.
 #[derive(Clone)]
 pub struct AnswerText {
-    detokenizer: Detokenizer,
+    reader: AnswerReader,
+    /// The number of tokens of thoughts until now.
+    thought_n: usize,
+    /// Finds stop strings in the text. Thoughts may have them.
     stops: StopMatcher,
     /// Extracts tool calls from the text. `None` if the model may not call tools.
     calls: Option<CallReader>,
@@ -23,13 +28,15 @@ pub struct AnswerText {
 pub struct Delta {
     /// The index of the answer among the answers to the request.
     pub choice: usize,
+    /// More of a thought, which comes before the text.
+    pub thought: String,
     /// New text, which may be empty.
     pub text: String,
     /// New pieces of tool calls; empty if there is text.
     pub calls: Vec<CallPiece>,
     /// Token ids: tokens of the answer, or the stop id that ended it.
     pub ids: Vec<u32>,
-    /// The tokens with their log probabilities, if requested. A token's text may be in a later delta.
+    /// The tokens of the text with their log probabilities, if requested. A token's text may be in a later delta.
     pub logprobs: Vec<(u32, Logprobs)>,
     /// The stop id that ended the answer with its log probabilities, if requested. It is not part of the answer.
     pub stop: Option<(u32, Logprobs)>,
@@ -46,6 +53,7 @@ pub struct Delta {
 impl Delta {
     /// Adds the next delta of the same answer.
     pub fn append(&mut self, next: Self) {
+        self.thought.push_str(&next.thought);
         self.text.push_str(&next.text);
         for piece in next.calls {
             match (self.calls.last_mut(), piece) {
@@ -98,12 +106,17 @@ impl Reason {
 
 impl AnswerText {
     pub fn new(detokenizer: Detokenizer, stops: StopMatcher) -> Self {
-        Self { detokenizer, stops, calls: None, failure: None }
+        Self { reader: AnswerReader::new(detokenizer), thought_n: 0, stops, calls: None, failure: None }
     }
 
     /// The answer is a text of its own. Otherwise it continues the prompt's text.
     pub(super) fn at_start(self) -> Self {
-        Self { detokenizer: self.detokenizer.at_start(), ..self }
+        Self { reader: self.reader.at_start(), ..self }
+    }
+
+    /// The answer may have thoughts, and begins there.
+    pub(super) fn with_thoughts(self, tokens: ThoughtTokens, start: ThoughtStart) -> Self {
+        Self { reader: self.reader.with_thoughts(tokens, start), ..self }
     }
 
     /// Extracts tool calls from the text.
@@ -121,31 +134,37 @@ impl AnswerText {
         let choice = event.choice().unwrap_or(0);
         Ok(match event {
             Event::Prompt { logprobs } => Delta { choice, prompt: Some(logprobs), ..Delta::default() },
-            Event::Token { id, logprobs, timings, .. } => {
-                let stopped = self.stops.push(self.detokenizer.push(id));
+            Event::Token { id, logprobs, mut timings, .. } => {
+                let spoken = self.reader.push(id);
+                self.thought_n += usize::from(spoken.is_thought);
+                let stopped = self.stops.push(&spoken.text);
                 let (text, calls) = self.read(stopped.text, stopped.stop.is_some());
                 let end = stopped.stop.map(|_| self.end(Reason::Stop)).transpose()?;
-                let logprobs = Vec::from_iter(logprobs.map(|logprobs| (id, logprobs)));
+                let logprobs = logprobs.filter(|_| !spoken.is_thought).map(|logprobs| (id, logprobs));
                 let stopped_by = self.stops.found();
+                timings.thought_n = self.thought_n;
                 Delta {
                     choice,
+                    thought: spoken.thought,
                     text,
                     calls,
                     ids: vec![id],
-                    logprobs,
+                    logprobs: logprobs.into_iter().collect(),
                     end,
                     stopped_by,
                     timings,
                     ..Delta::default()
                 }
             }
-            Event::Finished { reason, stop, timings, .. } => {
+            Event::Finished { reason, stop, mut timings, .. } => {
+                timings.thought_n = self.thought_n;
                 let ids = match reason {
                     FinishReason::Stop(id) => vec![id],
                     FinishReason::Length => Vec::new(),
                 };
                 let mut reason = Reason::from(reason);
-                let stopped = self.stops.push(self.detokenizer.finish());
+                let spoken = self.reader.finish();
+                let stopped = self.stops.push(&spoken.text);
                 let mut text = stopped.text;
                 match stopped.stop {
                     Some(_) => reason = Reason::Stop,
@@ -153,7 +172,18 @@ impl AnswerText {
                 }
                 let (text, calls) = self.read(text, true);
                 let (end, stopped_by) = (Some(self.end(reason)?), self.stops.found());
-                Delta { choice, text, calls, ids, stop, end, stopped_by, timings, ..Delta::default() }
+                Delta {
+                    choice,
+                    thought: spoken.thought,
+                    text,
+                    calls,
+                    ids,
+                    stop,
+                    end,
+                    stopped_by,
+                    timings,
+                    ..Delta::default()
+                }
             }
             Event::Pooled { .. } => Delta { choice, ..Delta::default() },
             Event::Failed(error) => return Err(error.into()),

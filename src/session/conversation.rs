@@ -28,6 +28,8 @@ pub struct Conversation {
     calls: usize,
     /// Calls that are not yet a message. At most one of `called` and `results` has entries.
     called: Vec<Call>,
+    /// What the assistant thought before its next message.
+    thought: Option<String>,
     /// Results that are not yet a message: the index of the call among all calls, the tool and the text.
     results: Vec<(usize, String, String)>,
 }
@@ -44,7 +46,17 @@ struct Calls {
 impl Conversation {
     pub fn say(&mut self, role: &str, text: &str) {
         self.write();
-        self.messages.push(Message::new(role, text));
+        let thought = self.thought.take().filter(|_| role == "assistant");
+        self.messages.push(Message::new(role, text).after(thought));
+    }
+
+    /// Adds to what the assistant thought before its next message or calls. Empty thoughts are nothing.
+    pub fn think(&mut self, thought: &str) {
+        self.write();
+        if !thought.is_empty() {
+            let before = self.thought.take().map_or(String::new(), |before| before + "\n\n");
+            self.thought = Some(before + thought);
+        }
     }
 
     pub fn call(&mut self, id: &str, call: Call) {
@@ -88,7 +100,8 @@ impl Conversation {
 
     fn write(&mut self) {
         if !self.called.is_empty() {
-            self.messages.push(Message::new("assistant", &written_calls(&self.called)));
+            let calls = Message::new("assistant", &written_calls(&self.called));
+            self.messages.push(calls.after(self.thought.take()));
             self.called.clear();
         }
         if !self.results.is_empty() {

@@ -4,11 +4,19 @@ use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use crate::engine::TokenMask;
-use crate::text::{Constraint, TextError, Tokenizer, mask_of};
+use crate::text::{Constraint, TextError, ThoughtStart, ThoughtTokens, Tokenizer, mask_of};
 
 /// Why an answer could not follow its grammar or the rules of its request any longer. All answers to a request share
 /// it.
 pub(super) type Failure = Arc<OnceLock<String>>;
+
+/// `mask` without the ids of `others`.
+fn without(mask: &Arc<[u32]>, others: Option<&[u32]>) -> Arc<[u32]> {
+    match others {
+        None => Arc::clone(mask),
+        Some(others) => mask.iter().zip(others).map(|(word, other)| word & !other).collect(),
+    }
+}
 
 fn clear(words: &mut [u32], id: u32) {
     words[id as usize / 32] &= !(1 << (id % 32));
@@ -113,6 +121,49 @@ impl TokenRules {
     }
 }
 
+/// The thoughts before the text of an answer. A grammar begins after them. In a thought, every id may come that does not
+/// end the answer; after `budget` ids, only the one that ends the thought.
+#[derive(Clone)]
+pub(super) struct ThoughtGuard {
+    tokens: ThoughtTokens,
+    at: ThoughtStart,
+    budget: Option<usize>,
+    /// The number of ids in the thought, without the tokens around it.
+    ids: usize,
+    /// The ids that may come in a thought.
+    inside: Arc<[u32]>,
+}
+
+impl ThoughtGuard {
+    pub(super) fn new(tokens: ThoughtTokens, at: ThoughtStart, budget: Option<usize>) -> Self {
+        Self { tokens, at, budget, ids: 0, inside: Arc::default() }
+    }
+
+    /// Whether a thought is open, or may be opened.
+    pub(super) fn may_think(&self) -> bool {
+        self.at != ThoughtStart::After
+    }
+
+    /// Takes the next id of the answer. Returns whether the id belongs to a thought.
+    fn take(&mut self, id: u32) -> bool {
+        match self.at {
+            ThoughtStart::After => return false,
+            ThoughtStart::Before if id == self.tokens.open => self.at = ThoughtStart::Inside,
+            ThoughtStart::Before => {
+                self.at = ThoughtStart::After;
+                return false;
+            }
+            ThoughtStart::Inside if id == self.tokens.close => self.at = ThoughtStart::After,
+            ThoughtStart::Inside => self.ids += 1,
+        }
+        true
+    }
+
+    fn is_exhausted(&self) -> bool {
+        self.budget.is_some_and(|budget| self.ids >= budget)
+    }
+}
+
 /// Restricts one answer to a grammar, to rules, or to both. The engine must stop at the ids that end an answer. Only
 /// the mask decides when these ids may come: the engine must not forbid them. If no other ids may come, the answer
 /// ends, even before its minimum length.
@@ -120,6 +171,9 @@ impl TokenRules {
 pub(super) struct AnswerMask {
     constraint: Option<Constraint>,
     rules: Option<Arc<TokenRules>>,
+    /// `None` = the answer has no thoughts.
+    thoughts: Option<ThoughtGuard>,
+    vocab_size: usize,
     /// The ids that end an answer.
     end_ids: Arc<[u32]>,
     /// Minimum number of ids before one of `end_ids`.
@@ -147,6 +201,8 @@ impl AnswerMask {
         Self {
             constraint,
             rules: rules.map(Arc::new),
+            thoughts: None,
+            vocab_size,
             end_ids: mask_of(vocab_size, ends).into(),
             min_tokens,
             taken: 0,
@@ -154,6 +210,16 @@ impl AnswerMask {
             failure,
             took: Duration::ZERO,
         }
+    }
+
+    /// The answer may have thoughts, after which the grammar begins.
+    #[must_use]
+    pub(super) fn after_thoughts(self, guard: ThoughtGuard) -> Self {
+        let inside = match guard.may_think() {
+            true => without(&self.every_id(), Some(&self.end_ids)),
+            false => Arc::default(),
+        };
+        Self { thoughts: Some(ThoughtGuard { inside, ..guard }), ..self }
     }
 
     fn timed<T>(&mut self, work: impl FnOnce(&mut Self) -> T) -> T {
@@ -178,14 +244,40 @@ impl AnswerMask {
     /// The mask of the ids that may follow `answer`, which the constraint has consumed.
     fn computed(&mut self, answer: &[u32]) -> Result<Arc<[u32]>, String> {
         let may_end = answer.len() >= self.min_tokens;
+        let mut opens = None;
+        match &self.thoughts {
+            Some(guard) if guard.at == ThoughtStart::Inside => return self.in_a_thought(guard, answer),
+            Some(guard) if guard.at == ThoughtStart::Before => opens = Some(guard.tokens.open),
+            _ => {}
+        }
         // A grammar decides itself when end ids may come, and knows when nothing else may come.
         let grammar = self.constraint.as_mut().map(|constraint| constraint.mask(may_end));
         let grammar = grammar.transpose().map_err(|error| error.to_string())?;
-        let Some(rules) = &self.rules else { return Ok(grammar.expect("a grammar or rules")) };
-        let too_early = (!may_end && grammar.is_none()).then_some(&*self.end_ids);
-        let mask = grammar.as_deref().unwrap_or(&rules.allowed);
-        let left = rules.apply(answer, mask, too_early);
+        let has_grammar = grammar.is_some();
+        let mut mask = grammar.unwrap_or_else(|| self.every_id());
+        if let Some(open) = opens {
+            let mut words = mask.to_vec();
+            words[open as usize / 32] |= 1 << (open % 32);
+            mask = words.into();
+        }
+        let too_early = (!may_end && !has_grammar).then_some(&*self.end_ids);
+        let Some(rules) = &self.rules else { return Ok(without(&mask, too_early)) };
+        let left = rules.apply(answer, &mask, too_early);
         left.ok_or_else(|| "grammar, allowed_token_ids and bad_words together leave no token".to_owned())
+    }
+
+    /// The mask of the ids that may follow within a thought.
+    fn in_a_thought(&self, guard: &ThoughtGuard, answer: &[u32]) -> Result<Arc<[u32]>, String> {
+        if guard.is_exhausted() {
+            return Ok(mask_of(self.vocab_size, [guard.tokens.close]).into());
+        }
+        let Some(rules) = &self.rules else { return Ok(Arc::clone(&guard.inside)) };
+        let left = rules.apply(answer, &guard.inside, None);
+        left.ok_or_else(|| "allowed_token_ids and bad_words together leave no token".to_owned())
+    }
+
+    fn every_id(&self) -> Arc<[u32]> {
+        mask_of(self.vocab_size, 0..self.vocab_size as u32).into()
     }
 
     /// Passes the new ids of `answer` to the constraint.
@@ -195,8 +287,15 @@ impl AnswerMask {
         if !new.is_empty() {
             self.mask = None;
         }
-        let Some(constraint) = &mut self.constraint else { return Ok(()) };
-        new.iter().try_for_each(|id| constraint.push(*id))
+        for id in new {
+            let is_thought = self.thoughts.as_mut().is_some_and(|guard| guard.take(*id));
+            if let Some(constraint) = &mut self.constraint
+                && !is_thought
+            {
+                constraint.push(*id)?;
+            }
+        }
+        Ok(())
     }
 
     /// Records the problem, which ends the answer with an error. Returns a mask that allows only the ids that end the
@@ -216,7 +315,8 @@ impl TokenMask for AnswerMask {
         if let Err(error) = self.timed(|mask| mask.take(answer)) {
             self.mask = Some(self.fail(error.to_string()));
         }
-        let is_free = self.constraint.as_ref().is_none_or(Constraint::is_free);
+        let is_text = self.thoughts.as_ref().is_none_or(|guard| !guard.may_think());
+        let is_free = is_text && self.constraint.as_ref().is_none_or(Constraint::is_free);
         is_free && self.rules.is_none() && answer.len() >= self.min_tokens
     }
 

@@ -38,8 +38,18 @@ pub struct GenerateRequest {
     pub grammar: Option<ResponseGrammar>,
     pub tools: Tools,
     pub ending: PromptEnding,
+    pub thinking: Thinking,
     /// Variables of the chat template.
     pub template_kwargs: TemplateKwargs,
+}
+
+/// Whether the model thinks before it answers, if it can.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Thinking {
+    /// `None` = as the chat template decides.
+    pub enabled: Option<bool>,
+    /// The most tokens of a thought. `None` = no limit.
+    pub budget: Option<usize>,
 }
 
 /// How many ids of a prompt are kept: always the last ones.

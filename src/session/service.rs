@@ -5,14 +5,17 @@ use std::sync::Arc;
 
 use super::answer::AnswerText;
 use super::error::SessionError;
-use super::mask::{AnswerMask, Failure, TokenRules};
+use super::mask::{AnswerMask, Failure, ThoughtGuard, TokenRules};
 use super::request::{GenerateRequest, Truncation};
 use crate::engine::{EngineHandle, Request};
 use crate::model::{SamplingOptions, SamplingParams};
 use crate::text::{
     CallReader, ChatTemplate, Constraint, Grammars, Message, PromptEnding, StopMatcher, TemplateKwargs,
-    TextError, Tokenizer,
+    TextError, ThoughtTokens, Tokenizer,
 };
+
+/// The variable with which chat templates turn thoughts on and off.
+const THINKING_VARIABLE: &str = "enable_thinking";
 
 /// The tokenizer, the template and the engine of one loaded model.
 pub struct Service {
@@ -97,14 +100,23 @@ impl Service {
     /// Renders and tokenizes a request. The caller passes the result to [`EngineHandle::submit`], and pushes the events
     /// of each answer into a separate copy of the [`AnswerText`]. A long conversation takes seconds of CPU time.
     pub fn prepare(&self, request: &GenerateRequest) -> Result<(Request, AnswerText), SessionError> {
-        let (engine, answer) = self.prepare_with(request, |_| self.conversation(request))?;
+        let thoughts = self.tokenizer.thought_tokens();
+        let (engine, answer) = self.prepare_answer(request, thoughts, |_| self.conversation(request))?;
         Ok((engine, if request.ending == PromptEnding::Answer { answer.at_start() } else { answer }))
     }
 
     /// The token ids of the request's conversation, with the descriptions of its tools.
     pub fn conversation(&self, request: &GenerateRequest) -> Result<Vec<u32>, SessionError> {
         let messages = request.tools.describe_in(&request.messages);
-        self.prompt(&messages, request.ending, &request.template_kwargs, self.kept(request))
+        let variables = &request.template_kwargs;
+        match request.thinking.enabled {
+            None => self.prompt(&messages, request.ending, variables, self.kept(request)),
+            Some(enabled) => {
+                // A variable that the client itself sets takes precedence.
+                let variables = variables.or(THINKING_VARIABLE, enabled);
+                self.prompt(&messages, request.ending, &variables, self.kept(request))
+            }
+        }
     }
 
     /// How many of the prompt's last ids to keep. `None` = all.
@@ -123,6 +135,16 @@ impl Service {
     pub fn prepare_with<E: From<SessionError>>(
         &self,
         request: &GenerateRequest,
+        prompt: impl FnOnce(Option<usize>) -> Result<Vec<u32>, E>,
+    ) -> Result<(Request, AnswerText), E> {
+        self.prepare_answer(request, None, prompt)
+    }
+
+    /// [`Self::prepare_with`] for an answer that may have thoughts between these tokens.
+    fn prepare_answer<E: From<SessionError>>(
+        &self,
+        request: &GenerateRequest,
+        thoughts: Option<ThoughtTokens>,
         prompt: impl FnOnce(Option<usize>) -> Result<Vec<u32>, E>,
     ) -> Result<(Request, AnswerText), E> {
         let stops = StopMatcher::new(&request.stop).map_err(|e| match e {
@@ -161,13 +183,24 @@ impl Service {
         if !names.is_empty() {
             answer = answer.with_calls(CallReader::new(names));
         }
-        if constraint.is_some() || rules.is_some() {
+        let thoughts = thoughts.map(|tokens| (tokens, tokens.start_after(&engine.prompt)));
+        if let Some((tokens, start)) = thoughts {
+            answer = answer.with_thoughts(tokens, start);
+        }
+        let budget = request.thinking.budget;
+        let guard = thoughts.map(|(tokens, start)| ThoughtGuard::new(tokens, start, budget));
+        let is_limited = budget.is_some() && guard.as_ref().is_some_and(ThoughtGuard::may_think);
+        if constraint.is_some() || rules.is_some() || is_limited {
             // When a grammar is complete, only the ids that end the answer may follow. So the engine must not forbid
             // these ids because of the minimum length. The mask enforces that length instead.
             let least = std::mem::take(&mut sampling.min_tokens);
             let failure = Failure::default();
             answer = answer.with_failure(Arc::clone(&failure));
             let mask = AnswerMask::new(vocab_size, &self.stop_token_ids, least, constraint, rules, failure);
+            let mask = match guard {
+                Some(guard) => mask.after_thoughts(guard),
+                None => mask,
+            };
             engine.mask = Some(Box::new(mask));
         }
         engine.sampling = Arc::new(sampling);

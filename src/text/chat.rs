@@ -4,24 +4,50 @@
 //! are not trusted. The text is passed to the template unchanged. `provenance.rs` prevents it from becoming control
 //! tokens.
 
-use serde::{Deserialize, Serialize};
+use serde::ser::SerializeStruct;
+use serde::{Deserialize, Serialize, Serializer};
 
 /// One message of a conversation. The wire formats refuse content other than text.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
 pub struct Message {
     pub role: String,
     pub content: String,
+    /// What the assistant thought before this message. The template decides whether the model sees it.
+    #[serde(default, alias = "reasoning_content")]
+    pub reasoning: Option<String>,
+}
+
+/// Templates read a thought under one of two names.
+impl Serialize for Message {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        let count = if self.reasoning.is_some() { 4 } else { 2 };
+        let mut fields = serializer.serialize_struct("Message", count)?;
+        fields.serialize_field("role", &self.role)?;
+        fields.serialize_field("content", &self.content)?;
+        if let Some(thought) = &self.reasoning {
+            fields.serialize_field("reasoning_content", thought)?;
+            fields.serialize_field("reasoning", thought)?;
+        }
+        fields.end()
+    }
 }
 
 impl Message {
     pub fn new(role: &str, text: &str) -> Self {
-        Self { role: role.to_owned(), content: text.to_owned() }
+        Self { role: role.to_owned(), content: text.to_owned(), reasoning: None }
+    }
+
+    /// The message after this thought.
+    #[must_use]
+    pub fn after(self, thought: Option<String>) -> Self {
+        Self { reasoning: thought, ..self }
     }
 
     /// Bytes of the message's text, plus an estimate of the memory that the message takes in a template.
     pub(super) fn bytes(&self) -> usize {
         const OVERHEAD_BYTES: usize = 512;
-        self.role.len() + self.content.len() + OVERHEAD_BYTES
+        let thought = self.reasoning.as_ref().map_or(0, String::len);
+        self.role.len() + self.content.len() + 2 * thought + OVERHEAD_BYTES
     }
 }
 
@@ -63,7 +89,10 @@ impl Order {
     pub fn arrange(self, messages: &[Message]) -> Vec<Message> {
         match self {
             Order::Any => {
-                messages.iter().map(|message| Message::new(role(&message.role), &message.content)).collect()
+                let arranged = |message: &Message| {
+                    Message::new(role(&message.role), &message.content).after(message.reasoning.clone())
+                };
+                messages.iter().map(arranged).collect()
             }
             Order::Alternating => normalize(messages),
             Order::AlternatingWithoutSystem => {
@@ -96,42 +125,48 @@ fn role(role: &str) -> &'static str {
 ///   no user turn follows, the system text becomes a user turn.
 /// - A later system message becomes user text at the same position, because the model has no system turn. The turns
 ///   before it render to the same text, so a cached prefix stays valid.
-/// - Consecutive turns of one role become one, joined by an empty line.
+/// - Consecutive turns of one role become one, joined by an empty line. So do their thoughts.
 /// - A conversation that begins with the assistant (a greeting) gets an empty user turn before it. The model was
 ///   trained only on conversations that begin with the user, and dropping the greeting would lose text of the conversation.
 fn normalize(messages: &[Message]) -> Vec<Message> {
     let mut system: Option<String> = None;
-    let mut turns: Vec<(&str, String)> = Vec::new();
+    let mut turns: Vec<Message> = Vec::new();
     for message in messages {
         match role(&message.role) {
             "system" if turns.is_empty() => {
                 let before = system.unwrap_or_default();
                 system = Some(join_paragraphs(before, &message.content));
             }
-            "assistant" => push_turn(&mut turns, "assistant", python_trim(&message.content)),
-            _ => push_turn(&mut turns, "user", python_trim(&message.content)),
+            "assistant" => {
+                let turn = Message::new("assistant", python_trim(&message.content));
+                push_turn(&mut turns, turn.after(message.reasoning.clone()));
+            }
+            _ => push_turn(&mut turns, Message::new("user", python_trim(&message.content))),
         }
     }
 
     let mut normal = Vec::with_capacity(turns.len() + 2);
-    let user_first = turns.first().is_some_and(|(role, _)| *role == "user");
+    let user_first = turns.first().is_some_and(|turn| turn.role == "user");
     match system {
         Some(text) if user_first => normal.push(Message::new("system", &text)),
         Some(text) => normal.push(Message::new("user", python_trim(&text))),
         None if !user_first && !turns.is_empty() => normal.push(Message::new("user", "")),
         None => {}
     }
-    normal.extend(turns.into_iter().map(|(role, text)| Message::new(role, &text)));
+    normal.extend(turns);
     normal
 }
 
-fn push_turn<'a>(turns: &mut Vec<(&'a str, String)>, role: &'a str, text: &str) {
+fn push_turn(turns: &mut Vec<Message>, turn: Message) {
     match turns.last_mut() {
-        Some((last, before)) if *last == role => {
-            let joined = join_paragraphs(std::mem::take(before), text);
-            *before = joined;
+        Some(last) if last.role == turn.role => {
+            last.content = join_paragraphs(std::mem::take(&mut last.content), &turn.content);
+            last.reasoning = match (last.reasoning.take(), turn.reasoning) {
+                (Some(before), Some(more)) => Some(join_paragraphs(before, &more)),
+                (before, more) => before.or(more),
+            };
         }
-        _ => turns.push((role, text.to_owned())),
+        _ => turns.push(turn),
     }
 }
 

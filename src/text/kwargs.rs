@@ -26,6 +26,14 @@ impl TemplateKwargs {
         }
     }
 
+    /// These variables, with one more unless it is set already.
+    #[must_use]
+    pub fn or(&self, name: &str, value: impl Into<Value>) -> Self {
+        let mut variables = self.0.clone();
+        variables.entry(name).or_insert_with(|| value.into());
+        Self(variables)
+    }
+
     pub(super) fn value(&self) -> minijinja::Value {
         minijinja::Value::from_serialize(&self.0)
     }

@@ -32,6 +32,7 @@ mod schema;
 mod steps;
 mod stop;
 mod template;
+mod thoughts;
 mod tokenizer;
 mod visible;
 
@@ -46,5 +47,6 @@ pub use provenance::Prompt;
 pub use schema::SchemaPart;
 pub use stop::{MAX_STOP_BYTES, MAX_STOPS, StopMatcher, Stopped};
 pub use template::{ChatFiles, ChatTemplate, PromptEnding};
+pub use thoughts::{AnswerReader, Spoken, ThoughtStart, ThoughtTokens};
 pub use tokenizer::Tokenizer;
 pub use visible::{is_unseen, visible};

@@ -63,7 +63,9 @@ impl ChatTemplate {
         for marks in [Marks::AroundCharacters, Marks::InControlTokens] {
             let with_marks = |message: &Message| {
                 let keep_shown = message.role == "assistant";
-                Message::new(&message.role, &marked(&message.content, tokenizer, keep_shown, marks, mark))
+                let marked = |text: &str, keep_shown| marked(text, tokenizer, keep_shown, marks, mark);
+                let thought = message.reasoning.as_ref().map(|thought| marked(thought, false));
+                Message::new(&message.role, &marked(&message.content, keep_shown)).after(thought)
             };
             let messages: Vec<Message> = messages.iter().map(with_marks).collect();
             let kwargs = kwargs.with_texts(&|text| marked(text, tokenizer, false, marks, mark));

@@ -223,7 +223,7 @@ impl ChatTemplate {
         // The template renders this mark instead of the last turn's text, because it may change or repeat that text.
         const MARK: &str = "\u{2}the text to continue\u{3}";
         let Some((last, before)) = messages.split_last() else { return Err(TextError::NoMessages) };
-        let marked = [before, &[Message::new(&last.role, MARK)]].concat();
+        let marked = [before, &[Message::new(&last.role, MARK).after(last.reasoning.clone())]].concat();
         let mut rendered = self.run(&marked, false, kwargs, now, limit)?;
         let Some(at) = rendered.rfind(MARK) else {
             let problem = "changes the text of the last turn, so the model cannot continue that turn";

@@ -21,5 +21,6 @@ mod responses;
 mod routes;
 mod server_errors;
 mod structured_output;
+mod thoughts;
 mod token_fields;
 mod tool_calls;

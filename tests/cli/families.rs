@@ -143,9 +143,14 @@ fn inspect_names_the_architecture_of_a_checkpoint() {
 
 /// A tiny Gemma 4 with its tokenizer and these fields in `generation_config.json`.
 fn gemma4(set: &str, generation: &Value) -> TempDir {
+    with_tokenizer(set, "gemma4-tokenizer", generation)
+}
+
+/// A copy of a set with this tokenizer and template, and this `generation_config.json`.
+fn with_tokenizer(set: &str, tokenizer: &str, generation: &Value) -> TempDir {
     let to = copy_of(&data("families").join(set));
     for file in ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"] {
-        std::fs::copy(data("families/gemma4-tokenizer").join(file), to.path().join(file)).expect("copied");
+        std::fs::copy(data("families").join(tokenizer).join(file), to.path().join(file)).expect("copied");
     }
     std::fs::write(to.path().join("generation_config.json"), generation.to_string()).expect("written");
     to
@@ -196,6 +201,39 @@ fn a_mixture_answers_and_counts_the_experts_that_it_used() {
     let layers = number("num_hidden_layers") * steps;
     let [least, most] = ["top_k_experts", "num_experts"].map(|field| number(field) * layers);
     assert!(used > least && used <= most, "{used} experts in {steps} steps, {least} to {most} expected");
+}
+
+/// The prompt opens the thought, because a model with random weights opens none.
+#[test]
+fn a_thought_is_in_its_own_field_and_ends_at_its_budget() {
+    let folder = with_tokenizer("tiny-qwen3", "qwen-tokenizer", &json!({"eos_token_id": [360]}));
+    let server = Daemon::start_model(folder.path(), &[], |_| {});
+    let ask = |fields: Value| -> Value {
+        let mut body = json!({
+            "messages": [
+                {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Well <think>\n"},
+            ],
+            "continue_final_message": true, "max_tokens": 24, "temperature": 0, "ignore_eos": true,
+            "return_token_ids": true, "logit_bias": {"382": -100, "383": -100},
+        });
+        body.as_object_mut().expect("an object").extend(fields.as_object().expect("an object").clone());
+        let (status, answer) = server.exchange("POST", "/v1/chat/completions", &[], &body.to_string());
+        assert_eq!(status, 200, "{answer}");
+        serde_json::from_str(&answer).expect("JSON")
+    };
+    let text = |answer: &Value, field: &str| {
+        answer["choices"][0]["message"][field].as_str().unwrap_or_default().to_owned()
+    };
+    let endless = ask(json!({}));
+    assert!(
+        !text(&endless, "reasoning_content").is_empty() && text(&endless, "content").is_empty(),
+        "{endless}"
+    );
+    let limited = ask(json!({"thinking_token_budget": 5}));
+    let ids = limited["choices"][0]["token_ids"].as_array().expect("ids");
+    assert_eq!(ids.iter().position(|id| *id == 383), Some(5), "</think> follows five ids: {limited}");
+    assert!(!text(&limited, "content").is_empty(), "{limited}");
+    assert_eq!(limited["usage"]["completion_tokens_details"]["reasoning_tokens"], 6, "{limited}");
 }
 
 /// Experts that the calibration text does not reach are rounded to nearest, and the report counts them.

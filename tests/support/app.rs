@@ -1,5 +1,7 @@
 //! A server with the scripted runner and the mini tokenizer, for tests of the API.
 
+use std::fs;
+use std::path::PathBuf;
 use std::sync::{Arc, Mutex, Once};
 use std::time::Duration;
 
@@ -8,7 +10,9 @@ use unicorn::api::{self, AccessPolicy, Options, Server};
 use unicorn::engine::{Engine, EngineConfig, EngineHandle};
 use unicorn::model::{Limits, SamplingOptions};
 use unicorn::session::Service;
+use unicorn::text::{ChatFiles, ChatTemplate, Tokenizer};
 
+use super::data;
 use super::fake_runner::{Control, FakeRunner, HANG, Script, fake_limits, kv_with, says};
 use super::tokenizers::{gemma_template, tokenizer};
 
@@ -89,12 +93,59 @@ pub fn loaded_with_queue(
     defaults: SamplingOptions,
     script: Script,
 ) -> App {
+    let text = (tokenizer(), gemma_template(), vec![1, END_OF_TURN]);
+    loaded_as(queue, server, limits, defaults, script, text)
+}
+
+/// Like [`loaded_with_queue`], with this tokenizer and template, and with these ids that end an answer.
+fn loaded_as(
+    queue: usize,
+    server: Arc<Server>,
+    limits: Limits,
+    defaults: SamplingOptions,
+    script: Script,
+    (tokenizer, template, stops): (Tokenizer, ChatTemplate, Vec<u32>),
+) -> App {
     listen_everywhere();
     let (runner, control) = FakeRunner::new(limits, script);
     let engine = Engine::start(runner, EngineConfig { queue, ..EngineConfig::default() });
-    let stops = vec![1, END_OF_TURN];
-    server.set_ready(Service::new(engine.clone(), tokenizer(), gemma_template(), defaults, stops));
+    server.set_ready(Service::new(engine.clone(), tokenizer, template, defaults, stops));
     App { router: api::router(Arc::clone(&server)), server, engine, control }
+}
+
+/// A family of models, with its tokenizer and template in `tests/data/families`.
+pub struct FamilyText {
+    pub tokenizer: Tokenizer,
+    folder: PathBuf,
+}
+
+impl FamilyText {
+    pub fn new(name: &str) -> FamilyText {
+        let folder = data("families").join(format!("{name}-tokenizer"));
+        let bytes = fs::read(folder.join("tokenizer.json")).expect("a tokenizer");
+        FamilyText { tokenizer: Tokenizer::from_bytes(&bytes, name).expect("a sound tokenizer"), folder }
+    }
+
+    /// The id that ends a turn.
+    pub fn end(&self) -> u32 {
+        self.tokenizer.end_of_turn().expect("a family with turns")
+    }
+
+    /// The ids of a text in which the names of control tokens are text.
+    pub fn plain(&self, text: &str) -> Vec<u32> {
+        self.tokenizer.encode_text(text, false).expect("encodes")
+    }
+
+    /// An app whose model is of this family, and answers as the script says.
+    pub fn app(&self, script: Script) -> App {
+        let read = |name: &str| fs::read(self.folder.join(name)).expect("a file");
+        let (config, jinja) = (read("tokenizer_config.json"), read("chat_template.jinja"));
+        let files = ChatFiles { tokenizer_config: Some(&config), chat_template_jinja: Some(&jinja) };
+        let template = ChatTemplate::from_checkpoint(files, &self.tokenizer).expect("a sound template");
+        let server = Server::new(MODEL, OPTIONS, AccessPolicy::default());
+        let text = (self.tokenizer.clone(), template, vec![self.end()]);
+        loaded_as(2, server, limits(), DEFAULTS, script, text)
+    }
 }
 
 /// Installs a global subscriber that accepts every event and records none. `tracing` caches for each call site whether
@@ -146,7 +197,11 @@ pub fn app_that_shows_its_prompt(text: &str) -> (App, Arc<Mutex<Vec<u32>>>) {
 
 /// A script that answers with `text`, and the ids of the last prompt that it got.
 pub fn shows_its_prompt(text: &str) -> (Script, Arc<Mutex<Vec<u32>>>) {
-    let mut answer = says(&tokenizer().encode(text, false).expect("encodes"), END_OF_TURN);
+    recorded(says(&tokenizer().encode(text, false).expect("encodes"), END_OF_TURN))
+}
+
+/// A script that answers as `answer` does, and the ids of the last prompt that it got.
+pub fn recorded(mut answer: Script) -> (Script, Arc<Mutex<Vec<u32>>>) {
     let seen: Arc<Mutex<Vec<u32>>> = Arc::default();
     let (record, mut last) = (Arc::clone(&seen), Vec::new());
     let script: Script = Box::new(move |tokens, draw| {

@@ -1,7 +1,7 @@
 //! `POST /v1/messages` and `/v1/messages/count_tokens`: Anthropic's wire format, JSON or a stream of named events.
 //!
-//! An answer is one block of text, or one block for each tool call; an empty answer has no block. A stream begins with
-//! the message, which reports the length of the prompt and how much of it the prefix cache had. Both are known with the
+//! An answer is a block of what the model thought, if it did, and one block of text or one for each tool call; an empty
+//! answer has no block. A stream begins with the message, which reports the length of the prompt and how much of it the prefix cache had. Both are known with the
 //! first token, so the stream begins then.
 
 pub(in crate::api) mod request;
@@ -108,6 +108,11 @@ pub(in crate::api) enum Block {
     Text {
         text: String,
     },
+    Thinking {
+        thinking: String,
+        /// Always empty: thoughts are not signed.
+        signature: String,
+    },
     ToolUse {
         id: String,
         name: String,
@@ -157,6 +162,7 @@ pub(in crate::api) enum MessageEvent {
 #[serde(tag = "type", rename_all = "snake_case")]
 pub(in crate::api) enum BlockDelta {
     TextDelta { text: String },
+    ThinkingDelta { thinking: String },
     InputJsonDelta { partial_json: String },
 }
 
@@ -216,6 +222,10 @@ impl Message {
 }
 
 impl Block {
+    fn thinking(thinking: String) -> Self {
+        Self::Thinking { thinking, signature: String::new() }
+    }
+
     /// The block of a tool call; `json` is the call's input.
     fn tool_use(id: String, name: String, json: String) -> Result<Self, ApiError> {
         let input =
@@ -236,8 +246,43 @@ struct MessageFormat {
     form: Form,
     /// Whether the message was sent.
     begun: bool,
+    /// The number of blocks until now, and what the last one is; it is open.
+    blocks: usize,
+    open: BlockKind,
+}
+
+#[derive(Clone, Copy, PartialEq)]
+enum BlockKind {
+    Text,
+    Thinking,
+    ToolUse,
+}
+
+impl MessageFormat {
     /// The index of the open block.
-    open: Option<usize>,
+    fn index(&self) -> usize {
+        self.blocks - 1
+    }
+
+    /// The event that ends the open block.
+    fn close(&self) -> Option<MessageEvent> {
+        (self.blocks > 0).then(|| MessageEvent::ContentBlockStop { index: self.index() })
+    }
+
+    /// The events that begin a block, after the end of the one before.
+    fn open(&mut self, kind: BlockKind, content_block: Block) -> Vec<MessageEvent> {
+        let mut events: Vec<MessageEvent> = self.close().into_iter().collect();
+        (self.blocks, self.open) = (self.blocks + 1, kind);
+        events.push(MessageEvent::ContentBlockStart { index: self.index(), content_block });
+        if self.blocks == 1 {
+            events.push(MessageEvent::Ping {});
+        }
+        events
+    }
+
+    fn is_open(&self, kind: BlockKind) -> bool {
+        self.blocks > 0 && self.open == kind
+    }
 }
 
 impl Format for MessageFormat {
@@ -261,13 +306,16 @@ impl Format for MessageFormat {
         // the context is the limit.
         let room = service.engine().limits().max_context.saturating_sub(engine.prompt.len());
         engine.max_tokens = engine.max_tokens.filter(|n| *n <= room);
-        Ok((vec![(engine, answer)], Self { form, begun: false, open: None }))
+        Ok((vec![(engine, answer)], Self { form, begun: false, blocks: 0, open: BlockKind::Text }))
     }
 
     fn whole(self, reply: &Reply, answers: Vec<Delta>, timings: &Timings) -> Result<Message, ApiError> {
         let (mut content, mut stop) = (Vec::new(), None);
         for answer in answers {
             stop = answer.end.map(|reason| Stop::new(&self.form, reason, answer.stopped_by, timings));
+            if !answer.thought.is_empty() {
+                content.push(Block::thinking(answer.thought));
+            }
             for call in PartialCall::all(answer.calls) {
                 content.push(Block::from_call(call)?);
             }
@@ -289,35 +337,34 @@ impl Format for MessageFormat {
             let message = Message::new(reply, Vec::new(), None, &delta.timings);
             events.push(MessageEvent::MessageStart { message });
         }
+        if !delta.thought.is_empty() {
+            if !self.is_open(BlockKind::Thinking) {
+                events.extend(self.open(BlockKind::Thinking, Block::thinking(String::new())));
+            }
+            let delta = BlockDelta::ThinkingDelta { thinking: delta.thought };
+            events.push(MessageEvent::ContentBlockDelta { index: self.index(), delta });
+        }
         if !delta.text.is_empty() {
-            if self.open.is_none() {
-                self.open = Some(0);
-                let content_block = Block::Text { text: String::new() };
-                events.push(MessageEvent::ContentBlockStart { index: 0, content_block });
-                events.push(MessageEvent::Ping {});
+            if !self.is_open(BlockKind::Text) {
+                events.extend(self.open(BlockKind::Text, Block::Text { text: String::new() }));
             }
             let delta = BlockDelta::TextDelta { text: delta.text };
-            events.push(MessageEvent::ContentBlockDelta { index: 0, delta });
+            events.push(MessageEvent::ContentBlockDelta { index: self.index(), delta });
         }
         for call in delta.calls {
             match call {
-                CallPiece::Name { index, name } => {
-                    let before = self.open.replace(index);
-                    events.extend(before.map(|index| MessageEvent::ContentBlockStop { index }));
-                    let content_block = Block::tool_use(new_id(TOOL_ID_PREFIX), name, "{}".to_owned())?;
-                    events.push(MessageEvent::ContentBlockStart { index, content_block });
-                    if index == 0 {
-                        events.push(MessageEvent::Ping {});
-                    }
+                CallPiece::Name { name, .. } => {
+                    let block = Block::tool_use(new_id(TOOL_ID_PREFIX), name, "{}".to_owned())?;
+                    events.extend(self.open(BlockKind::ToolUse, block));
                 }
-                CallPiece::Parameters { index, json } => {
+                CallPiece::Parameters { json, .. } => {
                     let delta = BlockDelta::InputJsonDelta { partial_json: json };
-                    events.push(MessageEvent::ContentBlockDelta { index, delta });
+                    events.push(MessageEvent::ContentBlockDelta { index: self.index(), delta });
                 }
             }
         }
         if let (Some(reason), Some(timings)) = (delta.end, all) {
-            events.extend(self.open.map(|index| MessageEvent::ContentBlockStop { index }));
+            events.extend(self.close());
             let stop = Stop::new(&self.form, reason, delta.stopped_by, timings);
             events.push(MessageEvent::MessageDelta { delta: stop, usage: MessageUsage::new(timings) });
             events.push(MessageEvent::MessageStop {});

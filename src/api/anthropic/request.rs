@@ -1,9 +1,8 @@
 //! The bodies of `POST /v1/messages` and of `/v1/messages/count_tokens`: Anthropic's JSON becomes a
 //! [`GenerateRequest`].
 //!
-//! Unknown fields are ignored. So are fields for billing, tracing and thinking, which this model does not do
-//! (`metadata`, `cache_control`, `thinking`). A field that would change the answer and that this server does not
-//! support is refused.
+//! Unknown fields are ignored. So are fields for billing and tracing (`metadata`, `cache_control`). A field that would
+//! change the answer and that this server does not support is refused.
 
 use serde::Deserialize;
 use serde_json::Value;
@@ -13,6 +12,7 @@ use crate::api::error::ApiError;
 use crate::api::exchange::Parsed;
 use crate::api::openai::conversation::no_text;
 use crate::api::openai::other_fields::{self, OtherFields};
+use crate::api::thinking::ThinkingParam;
 use crate::api::tools::{Choice, Definition, ParametersSchema, TOOL_CHOICE, add_result, chosen, tool_list};
 use crate::api::wire;
 use crate::api::wire::bounded::{List, MaxTokens, Probability, Salt, ToolName, numbers, texts, wrong_length};
@@ -75,6 +75,9 @@ pub(in crate::api) struct ConversationFields {
     #[schema(inline)]
     tools: Option<CustomTools>,
     tool_choice: Option<MessagesToolChoice>,
+    /// Whether the model thinks before it answers; if absent, as its chat template decides.
+    #[schema(inline)]
+    thinking: Option<ThinkingParam>,
     output_config: Option<OutputConfig>,
     /// Not supported.
     container: Option<Refused>,
@@ -113,14 +116,16 @@ pub(in crate::api) struct MessageParam {
     content: Content,
 }
 
-/// A block of a message. Only an assistant's message may have tool uses and thinking; thinking is ignored. Only a
-/// user's message may have tool results.
+/// A block of a message. Only an assistant's message may have tool uses and thinking. Only a user's message may have tool
+/// results.
 #[derive(Debug, Deserialize, ToSchema)]
 #[schema(as = ContentBlockParam)]
 pub(in crate::api) struct ContentBlock {
     r#type: BlockType,
     /// For `text`: the text.
     text: Option<String>,
+    /// For `thinking`: the thought. The model's template decides whether it is in the prompt.
+    thinking: Option<String>,
     /// For `tool_use`: the id of the call.
     id: Option<String>,
     /// For `tool_use`: the name of the tool.
@@ -246,7 +251,9 @@ impl ConversationFields {
             source: GrammarSource::JsonSchema { schema: format.schema.into(), strict: true },
             param: "output_config.format".into(),
         });
-        let request = GenerateRequest { messages, ending, tools, grammar, ..GenerateRequest::default() };
+        let thinking = self.thinking.map(ThinkingParam::thinking).unwrap_or_default();
+        let request =
+            GenerateRequest { messages, ending, tools, grammar, thinking, ..GenerateRequest::default() };
         Ok((wire::named(self.model), request))
     }
 
@@ -305,6 +312,10 @@ fn add_message(conversation: &mut Conversation, at: &str, message: MessageParam)
                 add_result(conversation, &field(&at, "tool_use_id"), &id, text)?;
                 only_text = false;
             }
+            (BlockType::Thinking, MessageRole::Assistant) => {
+                say(&mut paragraphs, conversation);
+                conversation.think(&block.thinking.unwrap_or_default());
+            }
             _ => paragraphs.extend(paragraph(&at, &role, block.r#type, block.text)?),
         }
     }
@@ -334,7 +345,7 @@ fn text(at: &str, content: TextContent) -> Result<String, ApiError> {
     Ok(paragraphs.join("\n\n"))
 }
 
-/// The text of a block. `None` = an empty text or thinking, which the prompt omits.
+/// The text of a block. `None` = an empty text or a redacted thought, which the prompt omits.
 fn paragraph(
     at: &str,
     role: &MessageRole,
@@ -343,7 +354,7 @@ fn paragraph(
 ) -> Result<Option<String>, ApiError> {
     match kind {
         BlockType::Text => Ok(Some(required(text, at, "text")?).filter(|text| !text.is_empty())),
-        BlockType::Thinking | BlockType::RedactedThinking if *role == MessageRole::Assistant => Ok(None),
+        BlockType::RedactedThinking if *role == MessageRole::Assistant => Ok(None),
         BlockType::Other(kind) => Err(no_text(at, &kind, &["text", "tool_use", "tool_result"])),
         BlockType::ToolUse | BlockType::ToolResult | BlockType::Thinking | BlockType::RedactedThinking => {
             let problem = "tool_use and thinking are allowed only in a message of the assistant, and tool_result only in one of the user";

@@ -19,6 +19,7 @@ use crate::api::openai::other_fields::{self, OtherFields};
 use crate::api::openai::tools::ChatToolFields;
 use crate::api::openapi::{BodyErrors, post_route};
 use crate::api::server::Server;
+use crate::api::thinking::ChatThinkingFields;
 use crate::api::tools::PartialCall;
 use crate::api::wire;
 use crate::api::wire::bounded::{TokenLimit, TopLogprobs};
@@ -44,6 +45,7 @@ wire::composed! {
     ChatCompletionRequest {
         chat: ChatFields,
         tools: ChatToolFields,
+        thinking: ChatThinkingFields,
         template: TemplateFields,
         options: AnswerOptions,
         grammar: GrammarFields,
@@ -80,7 +82,7 @@ words! {
 /// Parses a body.
 pub(in crate::api) fn parse(body: &[u8]) -> Result<Parsed<Form>, ApiError> {
     let request = ChatCompletionRequest::read(&wire::object(body)?)?;
-    let ChatCompletionRequest { chat, tools, template, options, grammar, .. } = request;
+    let ChatCompletionRequest { chat, tools, thinking, template, options, grammar, .. } = request;
     let messages = messages(chat.messages)?;
     if chat.modalities.is_some_and(|modalities| modalities.iter().any(|m| *m != Modality::Text)) {
         return Err(ApiError::unsupported("modalities", "this server answers with text only"));
@@ -91,7 +93,9 @@ pub(in crate::api) fn parse(body: &[u8]) -> Result<Parsed<Form>, ApiError> {
     let (ending, template_kwargs) = (template.ending(&messages)?, template.kwargs()?);
     let logprobs = logprobs(chat.logprobs, chat.top_logprobs)?;
     let parsed = options.parsed(wire::named(chat.model), max_tokens, grammar)?;
-    let request = GenerateRequest { messages, tools, ending, template_kwargs, logprobs, ..parsed.request };
+    let thinking = thinking.thinking();
+    let request =
+        GenerateRequest { messages, tools, ending, thinking, template_kwargs, logprobs, ..parsed.request };
     Ok(Parsed { request, ..parsed })
 }
 
@@ -131,6 +135,9 @@ replies! {
         role: Assistant,
         /// The text of the answer; null if the answer calls tools.
         content: Option<String>,
+        /// What the model thought before the answer, if it did, in the fields of llama.cpp and of vLLM.
+        reasoning_content?: String,
+        reasoning?: String,
         /// Always null: OpenAI's models put refusals here.
         refusal: Option<String>,
         tool_calls?: Vec<ToolCall>,
@@ -192,13 +199,16 @@ replies! {
         token_ids?: Vec<u32>,
     }
 
-    /// What a chunk adds: first the role, with `content` null; then text or a piece of one tool call. A chunk with a
-    /// finish reason adds nothing, and so does a token that is no whole character yet.
+    /// What a chunk adds: first the role, with `content` null; then pieces of a thought, of text or of one tool call. A
+    /// chunk with a finish reason adds nothing, and so does a token that is no whole character yet.
     #[derive(Default)]
     struct ChatDelta {
         #[schema(inline)]
         role?: Assistant,
         content | null: String,
+        /// A piece of a thought, in the fields of llama.cpp and of vLLM.
+        reasoning_content?: String,
+        reasoning?: String,
         /// One piece at most: some clients read only the first entry of a chunk.
         tool_calls?: [ToolCallDelta; 1],
     }
@@ -245,6 +255,10 @@ impl ChatDelta {
 
     fn text(text: String) -> Self {
         Self { content: Some(Some(text)), ..Self::default() }
+    }
+
+    fn thought(thought: String) -> Self {
+        Self { reasoning_content: Some(thought.clone()), reasoning: Some(thought), ..Self::default() }
     }
 
     fn call(call: CallPiece) -> Self {
@@ -332,7 +346,15 @@ impl Format for Chat {
                 true => (Some(answer.text), None),
                 false => (None, Some(tool_calls)),
             };
-            let message = ChatAnswer { role: Assistant::Assistant, content, refusal: None, tool_calls };
+            let thought = Some(answer.thought).filter(|thought| !thought.is_empty());
+            let message = ChatAnswer {
+                role: Assistant::Assistant,
+                content,
+                reasoning_content: thought.clone(),
+                reasoning: thought,
+                refusal: None,
+                tool_calls,
+            };
             let finish_reason = answer.end.expect("the answer has ended").into();
             let token_ids = self.form.return_token_ids.then_some(answer.ids);
             ChatChoice { index, message, logprobs, finish_reason, token_ids }
@@ -364,10 +386,14 @@ impl Format for Chat {
     fn add(&mut self, reply: &Reply, delta: Delta, all: Option<&Timings>) -> Result<Vec<String>, ApiError> {
         let form = self.form;
         let mut logprobs = ChatLogprobs::new(&delta, &reply.service);
-        let Delta { choice: index, text, calls, ids, end, timings, .. } = delta;
+        let Delta { choice: index, thought, text, calls, ids, end, timings, .. } = delta;
         let has_id = form.return_token_ids && !ids.is_empty() && end.is_none();
         let mut token_ids = form.return_token_ids.then_some(ids);
-        let mut deltas: Vec<ChatDelta> = calls.into_iter().map(ChatDelta::call).collect();
+        let mut deltas: Vec<ChatDelta> = Vec::new();
+        if !thought.is_empty() {
+            deltas.push(ChatDelta::thought(thought));
+        }
+        deltas.extend(calls.into_iter().map(ChatDelta::call));
         if !text.is_empty() {
             deltas.push(ChatDelta::text(text));
         } else if deltas.is_empty() && (logprobs.is_some() || has_id) {

@@ -35,6 +35,10 @@ pub(in crate::api) struct ChatMessage {
     /// The text of the message. An assistant's or a tool's message may have none. Parts are joined without a separator.
     #[schema(inline)]
     content: Option<ChatContent>,
+    /// What the assistant thought before its message. The model's template decides whether it is in the prompt.
+    reasoning_content: Option<String>,
+    /// The same, in vLLM's field.
+    reasoning: Option<String>,
     /// The tool calls that an assistant's message made.
     #[schema(inline)]
     tool_calls: Option<MadeCalls>,
@@ -115,6 +119,9 @@ pub(in crate::api) fn messages(items: ChatMessages) -> Result<Vec<Message>, ApiE
             }
             ChatRole::Other(role) => return Err(unknown_role(&at, &role)),
         };
+        if let Some(thought) = item.reasoning_content.or(item.reasoning).filter(|_| role == "assistant") {
+            conversation.think(&thought);
+        }
         let calls = calls(&at, item.function_call, item.tool_calls.unwrap_or_default().0, role)?;
         if calls.is_empty() || !text.is_empty() {
             conversation.say(role, &text);

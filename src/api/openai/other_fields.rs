@@ -104,7 +104,9 @@ const NO_MIROSTAT: &str = "it belongs to mirostat, which is refused";
 const NO_DRY: &str = "it belongs to dry_multiplier, which is refused";
 const NO_XTC: &str = "it belongs to xtc_probability, which is refused";
 const NO_BEAMS: &str = "it belongs to use_beam_search, which is refused";
-const NO_THOUGHTS: &str = "the model has no separate thoughts";
+const OWN_FIELDS: &str = "thoughts come in fields of their own";
+const AS_EFFORT: &str = "use reasoning_effort in a chat, reasoning in a response, thinking in a message";
+const AS_BUDGET: &str = "use thinking_token_budget in a chat, reasoning.max_tokens in a response, thinking.budget_tokens in a message";
 const SPECULATION: &str = "speculation changes how fast an answer comes, and not the answer";
 const CACHING: &str = "the prefix cache is always on";
 const STORES_NOTHING: &str = "the server keeps no chats";
@@ -158,8 +160,8 @@ const OF_ANSWERS: &[OtherField] = &[
     ignored("n_keep", LLAMA, "no context is ever shifted"),
     ignored("n_discard", LLAMA, "no context is ever shifted"),
     ignored("backend_sampling", LLAMA, "the device always samples"),
-    ignored("reasoning_format", LLAMA, NO_THOUGHTS),
-    ignored("reasoning_budget_tokens", LLAMA, NO_THOUGHTS),
+    ignored("reasoning_format", LLAMA, OWN_FIELDS),
+    refused("reasoning_budget_tokens", LLAMA, MINUS_ONE, AS_BUDGET),
     ignored("sse_ping_interval", LLAMA, "a comment comes every 5 s while nothing else does"),
     ignored("speculative.n_max", LLAMA, SPECULATION),
     ignored("speculative.n_min", LLAMA, SPECULATION),
@@ -178,7 +180,6 @@ const OF_ANSWERS: &[OtherField] = &[
     refused("watermarking", VLLM, FALSE, "this server does not have it"),
     ignored("priority", VLLM, "use the header X-Unicorn-Priority"),
     ignored("request_id", VLLM, "use the header x-request-id"),
-    ignored("thinking_token_budget", VLLM, NO_THOUGHTS),
     ignored("kv_transfer_params", VLLM, "there is one server"),
     ignored("media_io_kwargs", VLLM, NO_MEDIA),
     ignored("mm_processor_kwargs", VLLM, NO_MEDIA),
@@ -186,7 +187,7 @@ const OF_ANSWERS: &[OtherField] = &[
     refused("options", OLLAMA, NO_OBJECT, IN_THE_BODY),
     refused("template", OLLAMA, NO_TEXT, OWN_TEMPLATE),
     ignored("keep_alive", OLLAMA, ONE_MODEL),
-    ignored("think", OLLAMA, NO_THOUGHTS),
+    refused("think", OLLAMA, TRUE, AS_EFFORT),
 ];
 
 /// Fields of chats and completions, which other bodies have themselves or cannot have.
@@ -212,7 +213,6 @@ const OF_CHATS: &[OtherField] = &[
     ignored("prompt_cache_key", OPENAI, "the prefix cache finds prompts by themselves; use cache_salt"),
     ignored("prompt_cache_retention", OPENAI, CACHING),
     ignored("safety_identifier", OPENAI, "it names the client's own user"),
-    ignored("reasoning_effort", OPENAI, NO_THOUGHTS),
     ignored("verbosity", OPENAI, "the model knows no verbosity; say in the prompt what you want"),
     refused("best_of", VLLM, ONE, "use n: all answers are returned"),
     refused("echo", VLLM, FALSE, "use /v1/completions"),
@@ -220,10 +220,11 @@ const OF_CHATS: &[OtherField] = &[
     refused("chat_template", VLLM, NO_TEXT, OWN_TEMPLATE),
     refused("documents", VLLM, NO_LIST, "put them into a message"),
     refused("return_prompt_text", VLLM, FALSE, "use return_token_ids"),
-    ignored("include_reasoning", VLLM, NO_THOUGHTS),
+    ignored("include_reasoning", VLLM, OWN_FIELDS),
 ];
 
 const OF_COMPLETIONS: &[OtherField] = &[
+    ignored("thinking_token_budget", VLLM, "a completion has its thoughts in its text"),
     refused("max_completion_tokens", OPENAI, NEVER_OFF, "use max_tokens"),
     refused("top_logprobs", OPENAI, ZERO, "use logprobs"),
     refused("tools", OPENAI, NO_LIST, "use /v1/chat/completions"),
@@ -242,12 +243,13 @@ const OF_RESPONSES_AND_MESSAGES: &[OtherField] = &[
     refused("repetition_penalty", VLLM, ONE, ONLY_IN_CHATS),
     refused("min_p", VLLM, ZERO, ONLY_IN_CHATS),
     refused("ignore_eos", VLLM, FALSE, ONLY_IN_CHATS),
+    refused("thinking_token_budget", VLLM, NEVER_OFF, AS_BUDGET),
+    refused("reasoning_effort", OPENAI, NEVER_OFF, AS_EFFORT),
 ];
 
 /// What a chat has, and a response has under another name or not at all.
 const OF_RESPONSES: &[OtherField] = &[
     ignored("service_tier", OPENAI, "all requests have the same"),
-    ignored("reasoning", OPENAI, NO_THOUGHTS),
     ignored("max_tool_calls", OPENAI, "the server runs no tools"),
     ignored("prompt_cache_retention", OPENAI, CACHING),
     refused("max_tokens", OPENAI, NEVER_OFF, "use max_output_tokens"),

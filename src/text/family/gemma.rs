@@ -8,4 +8,5 @@ pub(super) static GEMMA: Family = Family {
     bos: Some("<bos>"),
     end_of_turn: "<end_of_turn>",
     between_turns: &["<start_of_turn>", "<end_of_turn>"],
+    thought: None,
 };

@@ -1,6 +1,6 @@
 //! The conversations of Gemma 4.
 
-use super::syntax::Family;
+use super::syntax::{Family, ThoughtSyntax};
 
 pub(super) static GEMMA4: Family = Family {
     mark: "<|turn>",
@@ -8,4 +8,5 @@ pub(super) static GEMMA4: Family = Family {
     bos: Some("<bos>"),
     end_of_turn: "<turn|>",
     between_turns: &["<|turn>", "<turn|>"],
+    thought: Some(ThoughtSyntax { open: "<|channel>", header: "thought\n", close: "<channel|>" }),
 };

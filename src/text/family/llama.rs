@@ -8,4 +8,5 @@ pub(super) static LLAMA: Family = Family {
     bos: Some("<|begin_of_text|>"),
     end_of_turn: "<|eot_id|>",
     between_turns: &["<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"],
+    thought: None,
 };

@@ -13,6 +13,17 @@ pub struct Family {
     /// Control tokens that a file may list without `special`. They separate turns, so the text of an answer never has
     /// them.
     pub(super) between_turns: &'static [&'static str],
+    /// How a model of the family writes down what it thinks before it answers, if its vocabulary has these tokens.
+    pub(in crate::text) thought: Option<ThoughtSyntax>,
+}
+
+/// The tokens around a thought.
+#[derive(Debug, Clone, Copy)]
+pub(in crate::text) struct ThoughtSyntax {
+    pub open: &'static str,
+    /// The text that follows `open` and is not part of the thought.
+    pub header: &'static str,
+    pub close: &'static str,
 }
 
 /// A chat template in the binary.

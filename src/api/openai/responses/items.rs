@@ -31,17 +31,18 @@ words! {
         Reasoning = "reasoning"
     } or Other;
     ItemRole { User = "user", Assistant = "assistant", System = "system", Developer = "developer" };
-    InputPartType { InputText = "input_text", OutputText = "output_text", Text = "text", Refusal = "refusal" } or Other;
+    InputPartType { InputText = "input_text", OutputText = "output_text", Text = "text", Refusal = "refusal",
+        ReasoningText = "reasoning_text" } or Other;
 }
 
-/// An item of a conversation: a message (the default), a function call, the output of a call, or reasoning of another
-/// model, which is ignored.
+/// An item of a conversation: a message (the default), a function call, the output of a call, or what the model thought
+/// before the next item, which the model's template keeps or drops.
 #[derive(Debug, Deserialize, ToSchema)]
 pub(in crate::api) struct InputItem {
     r#type: Option<ItemType>,
     /// For `message`: who says it.
     role: Option<ItemRole>,
-    /// For `message`: its text. Parts are joined without a separator.
+    /// For `message` and `reasoning`: its text. Parts are joined without a separator.
     #[schema(inline)]
     content: Option<InputContent>,
     /// For `function_call`: the id of the call. For `function_call_output`: the id of an earlier call.
@@ -141,7 +142,9 @@ impl InputItem {
                 let text = text(at, "output", self.output)?;
                 add_result(conversation, &field(at, "call_id"), &id, text)?;
             }
-            Some(ItemType::Reasoning) => {}
+            // A thought may have only a summary, or be encrypted.
+            Some(ItemType::Reasoning) if self.content.is_none() => {}
+            Some(ItemType::Reasoning) => conversation.think(&text(at, "content", self.content)?),
             Some(ItemType::Other(kind)) => return Err(unknown_item(&field(at, "type"), &kind)),
         }
         Ok(())
@@ -169,9 +172,10 @@ fn text(at: &str, name: &str, content: Option<InputContent>) -> Result<String, A
     for (i, part) in parts.into_iter().enumerate() {
         let at = format!("{at}.{name}[{i}]");
         joined.push_str(&match part.r#type {
-            InputPartType::InputText | InputPartType::OutputText | InputPartType::Text => {
-                required(part.text, &at, "text")?
-            }
+            InputPartType::InputText
+            | InputPartType::OutputText
+            | InputPartType::Text
+            | InputPartType::ReasoningText => required(part.text, &at, "text")?,
             InputPartType::Refusal => required(part.refusal, &at, "refusal")?,
             InputPartType::Other(kind) => return Err(no_text(&at, &kind, &["input_text", "output_text"])),
         });

@@ -1,6 +1,6 @@
 //! `/v1/responses`: OpenAI's second wire format, JSON or a stream of numbered events, and stored responses.
 //!
-//! A response's output is one message of one text, or function calls. Stored responses are in memory ([`store`]), until
+//! A response's output is what the model thought, if it did, and one message of one text, or function calls. Stored responses are in memory ([`store`]), until
 //! the server ends.
 
 pub(in crate::api) mod items;
@@ -28,8 +28,8 @@ use crate::api::openai::logprobs::TokenLogprob;
 use crate::api::openai::responses::items::PageQuery;
 use crate::api::openai::responses::object::{
     DeletedResponse, ErrorCode, IncompleteDetails, IncompleteReason, ItemList, ItemStatus, NumberedEvent,
-    ObjectName, OutputItem, OutputPart, RepeatedRequest, ResponseError, ResponseEvent, ResponseObject,
-    ResponseStatus, ResponsesUsage, item_id as item_id_of,
+    ObjectName, OutputItem, OutputPart, ReasoningPart, RepeatedRequest, ResponseError, ResponseEvent,
+    ResponseObject, ResponseStatus, ResponsesUsage, item_id as item_id_of,
 };
 use crate::api::openai::responses::request::{Form, ResponsesRequest};
 use crate::api::openai::responses::store::Stored;
@@ -239,18 +239,104 @@ impl ResponseBase {
     }
 }
 
-/// Writes a response. A stream has the response as it begins, its message or its calls piece by piece and then complete,
-/// and the response as it ended.
+/// Writes a response. A stream has the response as it begins, its items piece by piece and then complete, and the response
+/// as it ended.
 struct ResponseFormat {
     form: Form,
-    /// The text and the calls until now; one of them stays empty.
-    text: String,
-    calls: Vec<PartialCall>,
+    /// The items of the output until now. The last one is open.
+    items: Vec<Item>,
+    /// Log probabilities of tokens whose text has not come: if tools may be called, some tokens come before it is known
+    /// whether they are text or a call.
     logprobs: Vec<TokenLogprob>,
-    /// Whether the message has begun, and how many of its log probabilities were sent. If tools may be called, some
-    /// tokens come before it is known whether they are text or a call.
-    begun: bool,
-    sent: usize,
+}
+
+/// An item of the output.
+enum Item {
+    Thought { id: String, text: String },
+    Message { id: String, text: String, logprobs: Vec<TokenLogprob> },
+    Call(PartialCall),
+}
+
+impl Item {
+    /// The item with this status, which calls have themselves.
+    fn output(&self, status: ItemStatus) -> OutputItem {
+        match self {
+            Self::Thought { id, text } => {
+                let content = vec![ReasoningPart::ReasoningText { text: text.clone() }];
+                OutputItem::Reasoning { id: id.clone(), status, summary: Vec::new(), content }
+            }
+            Self::Message { id, text, logprobs } => {
+                let content = vec![OutputPart::text(text, logprobs)];
+                OutputItem::Message { id: id.clone(), status, role: Assistant::Assistant, content }
+            }
+            Self::Call(call) => OutputItem::from_call(call),
+        }
+    }
+
+    /// The events that begin the item.
+    fn begun(&self, output_index: usize) -> Vec<ResponseEvent> {
+        let status = ItemStatus::InProgress;
+        let added = |item| ResponseEvent::ItemAdded { output_index, item };
+        match self {
+            Self::Thought { id, .. } => {
+                let (summary, content) = (Vec::new(), Vec::new());
+                vec![added(OutputItem::Reasoning { id: id.clone(), status, summary, content })]
+            }
+            Self::Message { id, .. } => {
+                let (item_id, part) = (id.clone(), OutputPart::text("", &[]));
+                let (role, content) = (Assistant::Assistant, Vec::new());
+                vec![
+                    added(OutputItem::Message { id: id.clone(), status, role, content }),
+                    ResponseEvent::PartAdded { item_id, output_index, content_index: 0, part },
+                ]
+            }
+            Self::Call(call) => vec![added(OutputItem::from_begun_call(call))],
+        }
+    }
+
+    /// The events after the last piece of the item.
+    fn done(&self, output_index: usize, status: ItemStatus) -> Vec<ResponseEvent> {
+        let content_index = 0;
+        let mut events = match self {
+            Self::Thought { id, text } => {
+                let (item_id, text) = (id.clone(), text.clone());
+                vec![ResponseEvent::ReasoningDone { item_id, output_index, content_index, text }]
+            }
+            Self::Message { id, text, logprobs } => {
+                let (item_id, part) = (id.clone(), OutputPart::text(text, logprobs));
+                let (text, logprobs) = (text.clone(), logprobs.clone());
+                vec![
+                    ResponseEvent::TextDone {
+                        item_id: item_id.clone(),
+                        output_index,
+                        content_index,
+                        text,
+                        logprobs,
+                    },
+                    ResponseEvent::PartDone { item_id, output_index, content_index, part },
+                ]
+            }
+            Self::Call(call) => {
+                let (name, arguments) = (call.name.clone(), call.arguments.clone());
+                vec![ResponseEvent::ArgumentsDone {
+                    item_id: item_id_of(call),
+                    output_index,
+                    name,
+                    arguments,
+                }]
+            }
+        };
+        events.push(ResponseEvent::ItemDone { output_index, item: self.output(status) });
+        events
+    }
+}
+
+/// The status of the last item of an answer that ended.
+fn last_status(reason: Reason) -> ItemStatus {
+    match reason {
+        Reason::Stop | Reason::Called => ItemStatus::Completed,
+        Reason::Length => ItemStatus::Incomplete,
+    }
 }
 
 impl ResponseFormat {
@@ -258,30 +344,111 @@ impl ResponseFormat {
         ResponseBase { head: reply.head.clone(), repeated: self.form.repeated.clone() }
     }
 
-    fn message(&self, reply: &Reply, status: ItemStatus, content: Vec<OutputPart>) -> OutputItem {
-        OutputItem::Message { id: message_id(reply), status, role: Assistant::Assistant, content }
+    /// The id of the item that comes next. An answer has rarely more than one item of a kind.
+    fn next_id(&self, reply: &Reply, prefix: &str, is_same: fn(&Item) -> bool) -> String {
+        let id = reply.head.id.replacen(ID_PREFIX, prefix, 1);
+        match self.items.iter().filter(|item| is_same(item)).count() {
+            0 => id,
+            n => format!("{id}{n}"),
+        }
     }
 
-    fn part(&self) -> OutputPart {
-        OutputPart::text(&self.text, &self.logprobs)
-    }
-
-    /// The message at its end.
-    fn whole_message(&self, reply: &Reply, reason: Reason) -> OutputItem {
-        let status = match reason {
-            Reason::Stop | Reason::Called => ItemStatus::Completed,
-            Reason::Length => ItemStatus::Incomplete,
+    /// Begins an item, after the end of the one before.
+    fn begin_item(&mut self, item: Item) -> Vec<ResponseEvent> {
+        let index = self.items.len();
+        let mut events = match self.items.last() {
+            Some(before) => before.done(index - 1, ItemStatus::Completed),
+            None => Vec::new(),
         };
-        self.message(reply, status, vec![self.part()])
+        events.extend(item.begun(index));
+        self.items.push(item);
+        events
     }
 
-    /// The response at its end. From here on it is stored, if the request asks for that. Its output is calls, which have no
-    /// field for log probabilities, or a message.
+    /// Adds a piece of a thought.
+    fn think(&mut self, reply: &Reply, delta: String) -> Vec<ResponseEvent> {
+        let mut events = Vec::new();
+        if !matches!(self.items.last(), Some(Item::Thought { .. })) {
+            let id = self.next_id(reply, "rs_", |item| matches!(item, Item::Thought { .. }));
+            events = self.begin_item(Item::Thought { id, text: String::new() });
+        }
+        let output_index = self.items.len() - 1;
+        if let Some(Item::Thought { id, text }) = self.items.last_mut() {
+            text.push_str(&delta);
+            let item_id = id.clone();
+            events.push(ResponseEvent::ReasoningDelta { item_id, output_index, content_index: 0, delta });
+        }
+        events
+    }
+
+    /// Adds a piece of text, which may be empty, with the log probabilities that have come.
+    fn say(&mut self, reply: &Reply, delta: String) -> Vec<ResponseEvent> {
+        let mut events = Vec::new();
+        if !matches!(self.items.last(), Some(Item::Message { .. })) {
+            let id = self.next_id(reply, "msg_", |item| matches!(item, Item::Message { .. }));
+            events = self.begin_item(Item::Message { id, text: String::new(), logprobs: Vec::new() });
+        }
+        let (output_index, new) = (self.items.len() - 1, std::mem::take(&mut self.logprobs));
+        if let Some(Item::Message { id, text, logprobs }) = self.items.last_mut()
+            && !(delta.is_empty() && new.is_empty())
+        {
+            text.push_str(&delta);
+            logprobs.extend(new.iter().cloned());
+            let (item_id, content_index) = (id.clone(), 0);
+            events.push(ResponseEvent::TextDelta {
+                item_id,
+                output_index,
+                content_index,
+                delta,
+                logprobs: new,
+            });
+        }
+        events
+    }
+
+    /// Adds a piece of a call.
+    fn call(&mut self, piece: CallPiece) -> Vec<ResponseEvent> {
+        match piece {
+            CallPiece::Name { name, .. } => self.begin_item(Item::Call(PartialCall::new(name))),
+            CallPiece::Parameters { json, .. } => {
+                let output_index = self.items.len() - 1;
+                let Some(Item::Call(call)) = self.items.last_mut() else { return Vec::new() };
+                call.arguments.push_str(&json);
+                let item_id = item_id_of(call);
+                vec![ResponseEvent::ArgumentsDelta { item_id, output_index, delta: json }]
+            }
+        }
+    }
+
+    /// Adds what a delta brings. An answer that ends without text and calls has an empty message.
+    fn take(&mut self, reply: &Reply, delta: &mut Delta) -> Vec<ResponseEvent> {
+        let token = |(id, logprobs): &(u32, _)| TokenLogprob::new(&reply.service, *id, logprobs);
+        self.logprobs.extend(delta.logprobs.iter().map(token));
+        let mut events = Vec::new();
+        if !delta.thought.is_empty() {
+            events.extend(self.think(reply, std::mem::take(&mut delta.thought)));
+        }
+        for piece in std::mem::take(&mut delta.calls) {
+            events.extend(self.call(piece));
+        }
+        let lacks_message = match (self.items.last(), delta.end) {
+            (Some(Item::Message { .. }), _) => !self.logprobs.is_empty(),
+            (Some(Item::Call(_)), _) | (_, None) => false,
+            // The limit of tokens ended the answer within its thought.
+            (Some(Item::Thought { .. }), Some(Reason::Length)) => false,
+            (Some(Item::Thought { .. }) | None, Some(_)) => true,
+        };
+        if !delta.text.is_empty() || lacks_message {
+            events.extend(self.say(reply, std::mem::take(&mut delta.text)));
+        }
+        events
+    }
+
+    /// The response at its end. From here on it is stored, if the request asks for that.
     fn finish(&mut self, reply: &Reply, reason: Reason, timings: &Timings) -> ResponseObject {
-        let output = match self.calls.is_empty() {
-            true => vec![self.whole_message(reply, reason)],
-            false => self.calls.iter().map(OutputItem::from_call).collect(),
-        };
+        let last = self.items.len() - 1;
+        let status = |i: usize| if i == last { last_status(reason) } else { ItemStatus::Completed };
+        let output = self.items.iter().enumerate().map(|(i, item)| item.output(status(i))).collect();
         let mut object = self.base(reply).object(ResponseStatus::Completed, output);
         match reason {
             Reason::Stop | Reason::Called => object.completed_at = Some(unix_time_s()),
@@ -302,16 +469,6 @@ impl ResponseFormat {
         }
         object
     }
-
-    /// Adds the log probabilities of a delta.
-    fn add_logprobs(&mut self, reply: &Reply, delta: &Delta) {
-        let token = |(id, logprobs): &(u32, _)| TokenLogprob::new(&reply.service, *id, logprobs);
-        self.logprobs.extend(delta.logprobs.iter().map(token));
-    }
-}
-
-fn message_id(reply: &Reply) -> String {
-    reply.head.id.replacen(ID_PREFIX, "msg_", 1)
 }
 
 impl Format for ResponseFormat {
@@ -334,8 +491,7 @@ impl Format for ResponseFormat {
         form.repeated.use_sampling(&prepared.0.sampling);
         form.store &= form.server.responses.is_open();
         form.repeated.store = form.store;
-        let (text, calls, logprobs) = (String::new(), Vec::new(), Vec::new());
-        Ok((vec![prepared], Self { form, text, calls, logprobs, begun: false, sent: 0 }))
+        Ok((vec![prepared], Self { form, items: Vec::new(), logprobs: Vec::new() }))
     }
 
     fn whole(
@@ -344,9 +500,8 @@ impl Format for ResponseFormat {
         answers: Vec<Delta>,
         timings: &Timings,
     ) -> Result<ResponseObject, ApiError> {
-        for answer in answers {
-            self.add_logprobs(reply, &answer);
-            (self.text, self.calls) = (answer.text, PartialCall::all(answer.calls));
+        for mut answer in answers {
+            self.take(reply, &mut answer);
             if let Some(reason) = answer.end {
                 return Ok(self.finish(reply, reason, timings));
             }
@@ -365,57 +520,11 @@ impl Format for ResponseFormat {
         delta: Delta,
         all: Option<&Timings>,
     ) -> Result<Vec<ResponseEvent>, ApiError> {
-        let mut events = Vec::new();
-        self.add_logprobs(reply, &delta);
-        self.text.push_str(&delta.text);
-        for call in delta.calls {
-            let (output_index, more) = match &call {
-                CallPiece::Name { index, .. } => (*index, None),
-                CallPiece::Parameters { index, json } => (*index, Some(json.clone())),
-            };
-            if more.is_none()
-                && let Some(before) = self.calls.last()
-            {
-                events.extend(call_done(output_index - 1, before));
-            }
-            PartialCall::push(&mut self.calls, call);
-            let call = &self.calls[output_index];
-            events.push(match more {
-                None => ResponseEvent::ItemAdded { output_index, item: OutputItem::from_begun_call(call) },
-                Some(delta) => {
-                    ResponseEvent::ArgumentsDelta { item_id: item_id_of(call), output_index, delta }
-                }
-            });
-        }
-        let (item_id, output_index, content_index) = (message_id(reply), 0, 0);
-        if !self.begun && (!delta.text.is_empty() || (delta.end.is_some() && self.calls.is_empty())) {
-            self.begun = true;
-            let item = self.message(reply, ItemStatus::InProgress, Vec::new());
-            events.push(ResponseEvent::ItemAdded { output_index, item });
-            let (item_id, part) = (item_id.clone(), OutputPart::text("", &[]));
-            events.push(ResponseEvent::PartAdded { item_id, output_index, content_index, part });
-        }
-        if self.begun && (!delta.text.is_empty() || self.sent < self.logprobs.len()) {
-            let (item_id, delta) = (item_id.clone(), delta.text);
-            let logprobs = self.logprobs[self.sent..].to_vec();
-            self.sent = self.logprobs.len();
-            events.push(ResponseEvent::TextDelta { item_id, output_index, content_index, delta, logprobs });
-        }
+        let mut delta = delta;
+        let mut events = self.take(reply, &mut delta);
         let (Some(reason), Some(timings)) = (delta.end, all) else { return Ok(events) };
-        if self.begun {
-            let (text, logprobs) = (self.text.clone(), self.logprobs.clone());
-            events.push(ResponseEvent::TextDone {
-                item_id: item_id.clone(),
-                output_index,
-                content_index,
-                text,
-                logprobs,
-            });
-            events.push(ResponseEvent::PartDone { item_id, output_index, content_index, part: self.part() });
-            events.push(ResponseEvent::ItemDone { output_index, item: self.whole_message(reply, reason) });
-        }
-        if let Some(last) = self.calls.last() {
-            events.extend(call_done(self.calls.len() - 1, last));
+        if let Some(last) = self.items.last() {
+            events.extend(last.done(self.items.len() - 1, last_status(reason)));
         }
         let response = self.finish(reply, reason, timings);
         events.push(ResponseEvent::ended(reason, response));
@@ -430,13 +539,4 @@ impl Format for ResponseFormat {
     fn sent(event: ResponseEvent, number: u64) -> sse::Event {
         named_event(&NumberedEvent { event, sequence_number: number })
     }
-}
-
-/// The events after the last piece of a call.
-fn call_done(output_index: usize, call: &PartialCall) -> [ResponseEvent; 2] {
-    let (name, arguments) = (call.name.clone(), call.arguments.clone());
-    [
-        ResponseEvent::ArgumentsDone { item_id: item_id_of(call), output_index, name, arguments },
-        ResponseEvent::ItemDone { output_index, item: OutputItem::from_call(call) },
-    ]
 }

@@ -7,6 +7,7 @@ use utoipa::openapi::schema::{AdditionalProperties, ObjectBuilder, Schema, Type}
 use utoipa::{PartialSchema, ToSchema};
 
 use crate::api::openai::logprobs::TokenLogprob;
+use crate::api::thinking::{Effort, ReasoningOptions};
 use crate::api::tools::PartialCall;
 use crate::api::wire::reply::{Assistant, Function, ListName, replies};
 use crate::api::wire::union::words;
@@ -103,10 +104,12 @@ impl RepeatedRequest {
 }
 
 replies! {
-    /// Always null: this model has no reasoning.
+    /// The request's own effort. There are no summaries: thoughts are in the output as they are.
     #[derive(Debug, Clone, Default)]
     pub(in crate::api) struct Reasoning {
-        effort: Option<String>,
+        #[schema(inline)]
+        effort: Option<Effort>,
+        /// Always null.
         summary: Option<String>,
     }
 
@@ -130,6 +133,12 @@ replies! {
     }
 }
 
+impl Reasoning {
+    pub fn new(asked: Option<&ReasoningOptions>) -> Self {
+        Self { effort: asked.and_then(|asked| asked.effort.clone()), summary: None }
+    }
+}
+
 impl RepeatedTool {
     pub fn all(tools: &Tools) -> Vec<Self> {
         let tool = |tool: &crate::session::Tool| Self {
@@ -147,6 +156,14 @@ impl RepeatedTool {
 #[derive(Clone, Serialize, ToSchema)]
 #[serde(tag = "type", rename_all = "snake_case")]
 pub(in crate::api) enum OutputItem {
+    /// What the model thought.
+    Reasoning {
+        id: String,
+        status: ItemStatus,
+        /// Always empty.
+        summary: Vec<String>,
+        content: Vec<ReasoningPart>,
+    },
     Message {
         id: String,
         status: ItemStatus,
@@ -162,6 +179,13 @@ pub(in crate::api) enum OutputItem {
         /// The arguments as JSON, which is incomplete if the end of the answer cut it.
         arguments: String,
     },
+}
+
+/// A part of a thought.
+#[derive(Clone, Serialize, ToSchema)]
+#[serde(tag = "type", rename_all = "snake_case")]
+pub(in crate::api) enum ReasoningPart {
+    ReasoningText { text: String },
 }
 
 /// A part of an output message.
@@ -231,12 +255,12 @@ replies! {
 
 impl ResponsesUsage {
     pub fn new(timings: &Timings) -> Self {
-        let Timings { prompt_n, cached_n, predicted_n, .. } = *timings;
+        let Timings { prompt_n, cached_n, predicted_n, thought_n, .. } = *timings;
         Self {
             input_tokens: prompt_n,
             input_tokens_details: InputTokensDetails { cached_tokens: cached_n, cache_write_tokens: 0 },
             output_tokens: predicted_n,
-            output_tokens_details: OutputTokensDetails { reasoning_tokens: 0 },
+            output_tokens_details: OutputTokensDetails { reasoning_tokens: thought_n },
             total_tokens: prompt_n + predicted_n,
         }
     }
@@ -273,6 +297,10 @@ pub(in crate::api) enum ResponseEvent {
     PartAdded { item_id: String, output_index: usize, content_index: usize, part: OutputPart },
     #[serde(rename = "response.content_part.done")]
     PartDone { item_id: String, output_index: usize, content_index: usize, part: OutputPart },
+    #[serde(rename = "response.reasoning_text.delta")]
+    ReasoningDelta { item_id: String, output_index: usize, content_index: usize, delta: String },
+    #[serde(rename = "response.reasoning_text.done")]
+    ReasoningDone { item_id: String, output_index: usize, content_index: usize, text: String },
     #[serde(rename = "response.output_text.delta")]
     TextDelta {
         item_id: String,

@@ -19,6 +19,7 @@ use crate::api::openai::responses::object::{
 };
 use crate::api::openai::tools::ResponseToolFields;
 use crate::api::server::Server;
+use crate::api::thinking::ReasoningOptions;
 use crate::api::wire;
 use crate::api::wire::bounded::{MaxTokens, Probability, Salt, Temperature, TopLogprobs};
 use crate::api::wire::union::{Refused, words};
@@ -71,6 +72,9 @@ pub(in crate::api) struct ResponseFields {
     /// `message.output_text.logprobs` asks for log probabilities; other values are ignored.
     include: Option<Vec<String>>,
     text: Option<ResponseText>,
+    /// Whether the model thinks before it answers; if absent, as its chat template decides.
+    #[schema(inline)]
+    reasoning: Option<ReasoningOptions>,
     /// Requests share the prefix cache only with requests of the same salt.
     cache_salt: Option<Salt>,
     /// Repeated in the response, and not used.
@@ -156,7 +160,7 @@ pub(in crate::api) fn parse(
         parallel_tool_calls: tools.parallel,
         previous_response_id: fields.previous_response_id,
         prompt_cache_key: fields.prompt_cache_key,
-        reasoning: Reasoning::default(),
+        reasoning: Reasoning::new(fields.reasoning.as_ref()),
         safety_identifier: fields.safety_identifier,
         service_tier: ServiceTier::Default,
         store,
@@ -180,6 +184,7 @@ pub(in crate::api) fn parse(
         logprobs: logprobs.then_some(top_logprobs as usize),
         grammar,
         tools,
+        thinking: fields.reasoning.map(ReasoningOptions::thinking).unwrap_or_default(),
         ..GenerateRequest::default()
     };
     let (model, cache_salt) = (wire::named(fields.model), fields.cache_salt.map(|salt| salt.0));
