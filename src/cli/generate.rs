@@ -1,6 +1,6 @@
 //! `unicorn generate`: prints one answer to the terminal. `unicorn chat` uses it for its answers too.
 
-use std::io::IsTerminal;
+use std::io::{IsTerminal, Write};
 
 use futures::StreamExt;
 
@@ -9,10 +9,10 @@ use super::error::Error;
 use super::load::{self, EndEngine};
 use super::log::note;
 use super::progress::{self, Spinner};
-use super::terminal::print;
+use super::terminal::{dim, has_colors, print};
 use crate::config::Config;
 use crate::engine::Timings;
-use crate::session::{GenerateRequest, Reason, Service};
+use crate::session::{Delta, GenerateRequest, Reason, Service};
 use crate::text::{Message, StopMatcher};
 
 /// Prints the answer to `args.prompt` while it is generated.
@@ -44,7 +44,7 @@ pub async fn answer(
     let mut interrupt = std::pin::pin!(interrupt);
     let mut patience = std::pin::pin!(tokio::time::sleep(progress::PATIENCE));
     let mut is_prefill = true;
-    let mut spinner = None;
+    let (mut spinner, mut is_thinking) = (None, false);
     loop {
         let event = tokio::select! {
             event = tokens.next() => event,
@@ -71,6 +71,7 @@ pub async fn answer(
                 return Err(error.into());
             }
         };
+        is_thinking = show_thought(&delta, is_thinking);
         print(&delta.text)?;
         text.push_str(&delta.text);
         if let Some(reason) = delta.end {
@@ -79,6 +80,22 @@ pub async fn answer(
             return Ok(text);
         }
     }
+}
+
+/// Shows what the model thinks on standard error if that is a terminal, since standard output has the answer alone. Returns
+/// whether the answer's text has not begun after it.
+fn show_thought(delta: &Delta, is_thinking: bool) -> bool {
+    let mut out = std::io::stderr();
+    let is_shown = !delta.thought.is_empty() && out.is_terminal();
+    // A terminal that is gone ends the program when it prints the answer.
+    if is_shown {
+        let _ = write!(out, "{}", dim(&delta.thought, has_colors(&out)));
+    }
+    let ends = is_thinking && (!delta.text.is_empty() || delta.end.is_some());
+    if ends {
+        let _ = write!(out, "\n\n");
+    }
+    (is_thinking || is_shown) && !ends
 }
 
 /// A request with only the system prompt, if there is one.

@@ -524,6 +524,26 @@ const tests = {
     same([page.problems, other.problems], [[], []], "complaints");
   },
 
+  async a_thought_is_shown_folded_and_is_not_sent_again() {
+    const page = await open();
+    const thinks = (thought) => ({ choices: [{ index: 0, delta: { reasoning_content: thought, reasoning: thought }, finish_reason: null }] });
+    await script(page, thinks("First <b>this</b>,"), thinks("\nthen that."), says("The **answer**"), STOP, DONE);
+    await ask(page, "Think");
+    same(await answered(page), "The answer", "the answer");
+    const thought = page.locator(".answer details div");
+    check(!(await thought.isVisible()), "the thought is folded");
+    await page.locator(".answer summary").click();
+    same(await thought.innerText(), "First <b>this</b>,\nthen that.", "the thought, as text");
+    await picture(page, "thought");
+    // It is kept with the conversation.
+    await page.reload();
+    same(await page.locator(".answer details div").textContent(), "First <b>this</b>,\nthen that.", "the thought after a reload");
+    const asked = page.waitForRequest("**/v1/chat/completions");
+    await ask(page, "Again");
+    same((await asked).postDataJSON().messages.map(({ content }) => content), ["Think", "The **answer**", "Again"], "the messages");
+    same(page.problems, [], "complaints");
+  },
+
   async html_in_an_answer_stays_text() {
     const page = await open();
     const evil = [

@@ -1,8 +1,8 @@
 // The conversation that is shown, and the answers that are being written: in this one, or in others that this tab has left
 // meanwhile. The server keeps nothing between requests, so every request carries all turns.
 //
-// A turn is {role, text} and, of an answer, also {state, note}: state is "writing", "done", "stopped" or "failed", note what
-// is said below it. Whatever was written before an answer was stopped or failed is part of the conversation.
+// A turn is {role, text} and, of an answer, also {state, note, thought}: state is "writing", "done", "stopped" or "failed", note
+// what is said below it, thought what the model thought before the text, which is shown and not sent again. Whatever was written before an answer was stopped or failed is part of the conversation.
 //
 // A conversation is {id, title, version, turns}. It is saved while its answer is being written, so that a tab that is
 // closed leaves what had come. A save that finds another tab's becomes a conversation of its own: neither is lost.
@@ -235,11 +235,12 @@ async function write(conversation, own) {
       seen.reason = choice?.finish_reason ?? seen.reason;
       seen.timings = chunk.timings ?? seen.timings;
       seen.usage = chunk.usage ?? seen.usage;
-      const text = choice?.delta?.content;
-      if (!text) continue;
+      const { content, reasoning_content: thought } = choice?.delta ?? {};
+      if (!content && !thought) continue;
       const now = performance.now();
       seen.first ??= now - began;
-      turn.text += text;
+      if (thought) turn.thought = (turn.thought ?? "") + thought;
+      turn.text += content ?? "";
       draw();
       if (now - saved < SAVE_EVERY_MS) continue;
       saved = now;
@@ -307,10 +308,27 @@ function fill(node, turn) {
     return;
   }
   node.dataset.state = turn.state;
+  showThought(node, turn);
   render(text, turn.text, turn.state === "writing");
   node.querySelector(".note").textContent = turn.note ?? "";
   node.querySelector("[data-act=copy]").hidden = !turn.text;
   node.querySelector("[data-act=again]").textContent = turn.state === "failed" ? "Try again" : "Regenerate";
+}
+
+/** Shows what the model thought above its answer, folded. */
+function showThought(node, { thought, text, state }) {
+  let box = node.querySelector("details");
+  if (!thought) {
+    box?.remove();
+    return;
+  }
+  if (!box) {
+    box = document.createElement("details");
+    box.append(document.createElement("summary"), document.createElement("div"));
+    node.prepend(box);
+  }
+  box.firstChild.textContent = state === "writing" && !text ? "Thinking…" : "Thought";
+  box.lastChild.textContent = thought;
 }
 
 /** Leaves the first `n` turns of the log. */

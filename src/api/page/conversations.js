@@ -53,7 +53,7 @@ export function areSound(turns) {
  * the titles of the oldest conversations that were deleted to make room: none that is pinned. Throws `NotSaved`.
  */
 export async function save({ id, version, turns, title }, isBeingWritten) {
-  const size = turns.reduce((sum, { text }) => sum + text.length, 0);
+  const size = turns.reduce((sum, { text, thought = "" }) => sum + text.length + thought.length, 0);
   const saved = await transact("readwrite", async (stores) => {
     const old = await stores.conversations.get(id);
     if ((old?.version ?? 0) !== version) throw new NotSaved("conflict");

@@ -204,7 +204,10 @@ impl Client {
             }
             answer.usage = usage(&chunk["usage"]).or(answer.usage);
             let choice = &chunk["choices"][0];
-            if let Some(text) = choice["delta"]["content"].as_str().filter(|text| !text.is_empty()) {
+            // A thought takes the model's time as text does, and is no part of the answer.
+            let [thought, text] = ["reasoning_content", "content"]
+                .map(|field| choice["delta"][field].as_str().unwrap_or_default());
+            if !(thought.is_empty() && text.is_empty()) {
                 answer.pieces.push(now);
                 answer.text.push_str(text);
             }
