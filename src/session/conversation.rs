@@ -24,8 +24,9 @@ pub struct Conversation {
     messages: Vec<Message>,
     /// The calls of each id. If a later turn uses an id again, its calls replace the earlier ones.
     by_id: HashMap<String, Calls>,
-    /// The number of calls until now.
+    /// The number of calls until now, and of those before the last turn that called.
     calls: usize,
+    calls_before: usize,
     /// Calls that are not yet a message. At most one of `called` and `results` has entries.
     called: Vec<Call>,
     /// What the assistant thought before its next message.
@@ -64,6 +65,7 @@ impl Conversation {
             self.write();
         }
         let begin = self.calls - self.called.len();
+        self.calls_before = begin;
         let same = self.by_id.entry(id.to_owned()).or_insert(Calls { list: Vec::new(), results: 0 });
         if same.list.iter().any(|(place, _)| *place < begin) {
             *same = Calls { list: Vec::new(), results: 0 };
@@ -86,6 +88,17 @@ impl Conversation {
         }
         self.results.push((place, name, text));
         true
+    }
+
+    /// Adds the result of the first call of the last turn that has none. Returns false if all calls have one.
+    #[must_use]
+    pub fn next_result(&mut self, text: String) -> bool {
+        let first = |(id, calls): (&String, &Calls)| {
+            let (place, _) = calls.list.get(calls.results)?;
+            (*place >= self.calls_before).then(|| (*place, id.clone()))
+        };
+        let next = self.by_id.iter().filter_map(first).min();
+        next.is_some_and(|(_, id)| self.result(&id, text))
     }
 
     /// Whether the conversation ends with calls without results.

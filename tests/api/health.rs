@@ -332,9 +332,9 @@ async fn the_model_card_lists_the_context_and_the_request_fields() {
     assert_eq!(card["meta"]["n_ctx"], 600);
     assert_eq!(card["architecture"]["input_modalities"], json!(["text"]));
     assert_eq!(card["supported_parameters"], early["supported_parameters"]);
-    // Each listed field must be read: an object is not a valid value of any of them.
+    // Each listed field must be read: this object is not a valid value of any of them.
     for name in SUPPORTED_PARAMETERS {
-        let (code, body) = ask(&app, json!({"logprobs": true, name: {"no": "such thing"}})).await;
+        let (code, body) = ask(&app, json!({"logprobs": true, name: {"effort": "no such thing"}})).await;
         let param = body["error"]["param"].as_str().unwrap_or_default();
         assert!(code == 400 && param.starts_with(name), "{name}: {code} {body}");
     }

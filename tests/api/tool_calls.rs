@@ -525,6 +525,31 @@ async fn results_of_calls_with_the_same_id_are_paired_in_order() {
     }
 }
 
+/// Some clients send no ids, or ids in calls only.
+#[tokio::test]
+async fn results_without_ids_are_paired_with_the_calls_in_order() {
+    let user = json!({"role": "user", "content": "Hi"});
+    let result = |text: &str| json!({"role": "tool", "content": text});
+    for ids in [[Value::Null, Value::Null], [json!("b"), json!("a")]] {
+        let turn = |names: [&str; 2]| {
+            let called = |(name, id): (&str, &Value)| {
+                with(json!({"function": {"name": name, "arguments": {"n": 1}}}), json!({"id": id}))
+            };
+            let calls: Vec<Value> = names.into_iter().zip(&ids).map(called).collect();
+            json!({"role": "assistant", "content": null, "tool_calls": calls})
+        };
+        // The last call of the first turn has no result, and none of the later results belongs to it.
+        let chat = json!({"model": MODEL, "messages": [user, turn(["now", "roll"]), result("10:00"),
+            turn(["get_weather", "now"]), result("warm"), result("11:00")]});
+        let told = prompt_at("/v1/chat/completions", chat).await;
+        for results in
+            ["user\nResult of now: 10:00<", "user\nResult of get_weather: warm\nResult of now: 11:00<"]
+        {
+            assert!(told.contains(results), "{ids:?}: {results:?} is not in {told:?}");
+        }
+    }
+}
+
 #[tokio::test]
 async fn the_prompt_describes_tools_calls_and_results() {
     let call = |id: &str, name: &str, arguments: &str| json!({"id": id, "type": "function", "function": {"name": name, "arguments": arguments}});
@@ -645,7 +670,7 @@ async fn invalid_tools_are_refused_with_the_field() {
         (json!({"parallel_tool_calls": "yes"}), "parallel_tool_calls", "true or false"),
         (json!({"functions": [{"name": "f"}]}), "functions", "tools"),
         (json!({"function_call": {"name": "f"}}), "function_call", "tool_choice"),
-        (messages(json!([{"role": "tool", "content": "1"}])), "messages[1].tool_call_id", "required"),
+        (messages(json!([{"role": "tool", "content": "1"}])), "messages[1].tool_call_id", "has a result"),
         (
             messages(json!([{"role": "tool", "content": "1", "tool_call_id": "a"}])),
             "messages[1].tool_call_id",
@@ -658,7 +683,7 @@ async fn invalid_tools_are_refused_with_the_field() {
         ),
         (assistant(json!("x")), "messages[1].tool_calls", "a list"),
         (assistant(json!([1])), "messages[1].tool_calls[0]", "an object"),
-        (assistant(json!([{"type": "function"}])), "messages[1].tool_calls[0].id", "required"),
+        (assistant(json!([{"type": "function"}])), "messages[1].tool_calls[0].function", "required"),
         (assistant(json!([{"id": "a"}])), "messages[1].tool_calls[0].function", "required"),
         (
             assistant(json!([{"id": "a", "function": {}}])),

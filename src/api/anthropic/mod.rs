@@ -159,11 +159,14 @@ pub(in crate::api) enum MessageEvent {
 }
 
 #[derive(Serialize, ToSchema)]
-#[serde(tag = "type", rename_all = "snake_case")]
+#[serde(tag = "type")]
 pub(in crate::api) enum BlockDelta {
-    TextDelta { text: String },
-    ThinkingDelta { thinking: String },
-    InputJsonDelta { partial_json: String },
+    #[serde(rename = "text_delta")]
+    Text { text: String },
+    #[serde(rename = "thinking_delta")]
+    Thinking { thinking: String },
+    #[serde(rename = "input_json_delta")]
+    InputJson { partial_json: String },
 }
 
 replies! {
@@ -341,14 +344,14 @@ impl Format for MessageFormat {
             if !self.is_open(BlockKind::Thinking) {
                 events.extend(self.open(BlockKind::Thinking, Block::thinking(String::new())));
             }
-            let delta = BlockDelta::ThinkingDelta { thinking: delta.thought };
+            let delta = BlockDelta::Thinking { thinking: delta.thought };
             events.push(MessageEvent::ContentBlockDelta { index: self.index(), delta });
         }
         if !delta.text.is_empty() {
             if !self.is_open(BlockKind::Text) {
                 events.extend(self.open(BlockKind::Text, Block::Text { text: String::new() }));
             }
-            let delta = BlockDelta::TextDelta { text: delta.text };
+            let delta = BlockDelta::Text { text: delta.text };
             events.push(MessageEvent::ContentBlockDelta { index: self.index(), delta });
         }
         for call in delta.calls {
@@ -358,7 +361,7 @@ impl Format for MessageFormat {
                     events.extend(self.open(BlockKind::ToolUse, block));
                 }
                 CallPiece::Parameters { json, .. } => {
-                    let delta = BlockDelta::InputJsonDelta { partial_json: json };
+                    let delta = BlockDelta::InputJson { partial_json: json };
                     events.push(MessageEvent::ContentBlockDelta { index: self.index(), delta });
                 }
             }

@@ -42,7 +42,8 @@ pub(in crate::api) struct ChatMessage {
     /// The tool calls that an assistant's message made.
     #[schema(inline)]
     tool_calls: Option<MadeCalls>,
-    /// For a tool's message: the id of the call that it answers, in an earlier message.
+    /// For a tool's message: the id of the call that it answers, in an earlier message. Without an id, the message answers
+    /// the first call of the last turn that has no result.
     tool_call_id: Option<String>,
     /// Not supported: use `tool_calls`.
     function_call: Option<Refused>,
@@ -64,7 +65,7 @@ impl ListedBesideText for TextPart {
 #[derive(Debug, Deserialize, ToSchema)]
 struct MadeCall {
     r#type: Option<FunctionType>,
-    #[schema(required, nullable = false)]
+    /// The name by which a tool's message refers to the call. Without ids, results come in the order of the calls.
     id: Option<String>,
     #[schema(required, nullable = false)]
     function: Option<MadeFunctionCall>,
@@ -113,8 +114,14 @@ pub(in crate::api) fn messages(items: ChatMessages) -> Result<Vec<Message>, ApiE
             ChatRole::User => "user",
             ChatRole::Assistant => "assistant",
             ChatRole::Tool => {
-                let id = required(item.tool_call_id, &at, "tool_call_id")?;
-                add_result(&mut conversation, &field(&at, "tool_call_id"), &id, text)?;
+                match item.tool_call_id {
+                    Some(id) => add_result(&mut conversation, &field(&at, "tool_call_id"), &id, text)?,
+                    None if conversation.next_result(text) => {}
+                    None => {
+                        let problem = "every call before it has a result: tool_call_id must name a call";
+                        return Err(ApiError::invalid(field(&at, "tool_call_id"), problem));
+                    }
+                }
                 continue;
             }
             ChatRole::Other(role) => return Err(unknown_role(&at, &role)),
@@ -206,7 +213,7 @@ fn calls(
     let read = |(i, made): (usize, MadeCall)| {
         let at = format!("{at}[{i}]");
         check_type(&at, made.r#type.as_ref())?;
-        let id = required(made.id, &at, "id")?;
+        let id = made.id.unwrap_or_default();
         let MadeFunctionCall { name, arguments } = required(made.function, &at, "function")?;
         Ok((id, call(name, arguments)))
     };

@@ -17,7 +17,7 @@ use crate::api::wire::union::words;
 use crate::engine::{EngineHandle, EngineState};
 
 /// Parameters of chat completions besides the messages, as OpenRouter's list of models names them.
-pub const SUPPORTED_PARAMETERS: [&str; 20] = [
+pub const SUPPORTED_PARAMETERS: [&str; 22] = [
     "max_tokens",
     "max_completion_tokens",
     "temperature",
@@ -38,6 +38,8 @@ pub const SUPPORTED_PARAMETERS: [&str; 20] = [
     "tools",
     "tool_choice",
     "parallel_tool_calls",
+    "reasoning",
+    "reasoning_effort",
 ];
 
 /// Lists the served model, once for each of its names: its id, and the aliases of `server.model_aliases`.
