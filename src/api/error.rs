@@ -38,9 +38,10 @@ pub enum ApiError {
         "thread: this server does not store conversations of messages: send all messages, without thread"
     )]
     Thread,
-    /// The prompt and its answer are longer than the context; `param` is the field that holds the prompt.
+    /// The prompt and its answer are longer than the context; `param` is the field that holds the prompt. `tokens` are those
+    /// of the prompt and of the context, if the prompt alone is too long.
     #[error("{problem}")]
-    Context { param: &'static str, problem: String },
+    Context { param: &'static str, problem: String, tokens: Option<(usize, usize)> },
     /// A text of the prompt cannot be tokenized.
     #[error("{problem}")]
     Text { param: &'static str, problem: String },
@@ -205,7 +206,7 @@ impl ApiError {
 
     /// A prompt that is too long. The field is a chat's, unless [`Self::in_prompt`] sets another one.
     pub(in crate::api) fn context(problem: impl ToString) -> Self {
-        Self::Context { param: PROMPT_OF_A_CHAT, problem: problem.to_string() }
+        Self::Context { param: PROMPT_OF_A_CHAT, problem: problem.to_string(), tokens: None }
     }
 
     pub(in crate::api) fn text(problem: impl ToString) -> Self {
@@ -215,7 +216,7 @@ impl ApiError {
     /// Names `param` as the field that holds the prompt.
     pub(in crate::api) fn in_prompt(self, param: &'static str) -> Self {
         match self {
-            Self::Context { problem, .. } => Self::Context { param, problem },
+            Self::Context { problem, tokens, .. } => Self::Context { param, problem, tokens },
             Self::Text { problem, .. } => Self::Text { param, problem },
             other => other,
         }
@@ -280,7 +281,14 @@ impl ApiError {
         };
         let error_code = "thread_unsupported_request";
         let details = (*self == Self::Thread).then_some(ErrorDetails { error_code });
-        (status_code(status), AnthropicErrorObject { r#type: kind, message: self.message(), details })
+        // Claude Code reads both numbers, and shortens the conversation.
+        let message = match self {
+            Self::Context { tokens: Some((prompt, context)), .. } => {
+                format!("prompt is too long: {prompt} tokens > {context} maximum")
+            }
+            _ => self.message(),
+        };
+        (status_code(status), AnthropicErrorObject { r#type: kind, message, details })
     }
 
     fn wire<'a>(&'a self) -> Wire<'a> {
@@ -335,7 +343,11 @@ impl From<SubmitError> for ApiError {
     fn from(error: SubmitError) -> Self {
         match error {
             SubmitError::QueueFull { waiting } => Self::QueueFull { waiting },
-            SubmitError::ContextExceeded { .. } => Self::context(error),
+            SubmitError::ContextExceeded { prompt, max_tokens, context } => Self::Context {
+                param: PROMPT_OF_A_CHAT,
+                problem: error.to_string(),
+                tokens: max_tokens.is_none().then_some((prompt, context)),
+            },
             SubmitError::TokenOutOfRange { .. } => Self::text(error),
             SubmitError::NoTokens => Self::invalid("max_tokens", "expected at least 1"),
             SubmitError::TooManyBiases { .. } => Self::invalid("logit_bias", error.to_string()),

@@ -437,7 +437,44 @@ async fn an_answer_with_a_large_max_tokens_ends_at_the_context_length() {
     assert_eq!((&body["stop_reason"], &body["usage"]["output_tokens"]), (&json!("max_tokens"), &json!(3)));
     let (status, _, body) = create(&app, &ask(&"q ".repeat(700))).await;
     assert_eq!((status.as_u16(), &body["error"]["type"]), (400, &json!("invalid_request_error")), "{body}");
-    assert!(body["error"]["message"].as_str().unwrap().contains("600 tokens"), "{body}");
+    assert!(body["error"]["message"].as_str().unwrap().contains("> 600 maximum"), "{body}");
+}
+
+/// Claude Code finds out from these words how many tokens to give up.
+#[tokio::test]
+async fn a_prompt_that_is_too_long_is_refused_with_both_numbers() {
+    let app = app_that_says("x");
+    let text = "q ".repeat(400);
+    let counted = send_json(&app.router, post_to("/v1/messages/count_tokens", ask(&text).to_string())).await;
+    let tokens = counted.2["input_tokens"].as_u64().expect("a number");
+    let (status, _, error) = create(&app, &ask(&text)).await;
+    assert_eq!(status, 400, "{error}");
+    assert_eq!(error["error"]["message"], format!("prompt is too long: {tokens} tokens > 600 maximum"));
+}
+
+/// The line that Claude Code begins its system text with differs in every request.
+#[tokio::test]
+async fn the_billing_header_of_claude_code_is_not_in_the_prompt() {
+    let billing =
+        |n: u32| format!("x-anthropic-billing-header: cc_version=2.1.{n}; cc_entrypoint=cli; cch={n};");
+    let block = |text: String| json!({"type": "text", "text": text});
+    let told = |system: Value| async move {
+        let (app, seen) = app_that_shows_its_prompt("x");
+        let (status, _, answer) = create(&app, &with(ask("Hi"), json!({"system": system}))).await;
+        assert_eq!(status, 200, "{answer}");
+        seen.lock().expect("no test panics with it").clone()
+    };
+    let plain = told(json!("Be brief.")).await;
+    assert!(tokenizer().decode(&plain, false).contains("Be brief."));
+    for system in [
+        json!([block(billing(7)), block("Be brief.".into())]),
+        json!(format!("{}\nBe brief.", billing(8))),
+        json!([block(format!("{}\n\nBe brief.", billing(9)))]),
+    ] {
+        assert_eq!(told(system.clone()).await, plain, "{system}");
+    }
+    let spoken = told(json!(format!("Explain {}", billing(1)))).await;
+    assert!(tokenizer().decode(&spoken, false).contains("cch=1;"), "a text that only has the name");
 }
 
 #[tokio::test]

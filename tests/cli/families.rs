@@ -236,6 +236,38 @@ fn a_thought_is_in_its_own_field_and_ends_at_its_budget() {
     assert_eq!(limited["usage"]["completion_tokens_details"]["reasoning_tokens"], 6, "{limited}");
 }
 
+/// The template drops the thought of an earlier turn, and ends a prompt otherwise than a history. So the conversation that
+/// both have in common must be in the prefix cache, also in layers with a window that the answer has left.
+#[test]
+fn a_second_turn_costs_its_new_tokens_and_the_last_answer() {
+    let folder = gemma4("tiny-gemma4-31b", &json!({"eos_token_id": [1, 106, 50]}));
+    let server = Daemon::start_model(folder.path(), &[], |_| {});
+    let ask = |messages: &Value| -> (u64, u64) {
+        let body = json!({
+            "messages": messages, "max_tokens": 60, "temperature": 0, "ignore_eos": true,
+            "reasoning_effort": "high",
+        });
+        let (status, answer) = server.exchange("POST", "/v1/chat/completions", &[], &body.to_string());
+        assert_eq!(status, 200, "{answer}");
+        let answer: Value = serde_json::from_str(&answer).expect("JSON");
+        let number = |at: &str| answer.pointer(at).and_then(Value::as_u64).expect("a number");
+        (number("/usage/prompt_tokens"), number("/usage/prompt_tokens_details/cached_tokens"))
+    };
+    let question: String = (0..60).map(|i| format!("word{i} ")).collect();
+    let mut messages = json!([{"role": "user", "content": question}]);
+    let (mut before, _) = ask(&messages);
+    for turn in 0..3 {
+        let said =
+            json!({"role": "assistant", "content": format!("Answer {turn}"), "reasoning": "Not kept."});
+        let asked = json!({"role": "user", "content": "And then?"});
+        messages.as_array_mut().expect("a list").extend([said, asked]);
+        let (prompt, cached) = ask(&messages);
+        // A block has 16 tokens, and the generation prompt some more.
+        assert!(cached + 2 * 16 >= before && cached < prompt, "turn {turn}: {cached} of {before} tokens");
+        before = prompt;
+    }
+}
+
 /// Experts that the calibration text does not reach are rounded to nearest, and the report counts them.
 #[test]
 fn calibration_weighs_the_errors_of_the_experts_that_the_text_reaches() {

@@ -232,7 +232,7 @@ impl ConversationFields {
         self.refuse_unsupported()?;
         let mut conversation = Conversation::default();
         if let Some(system) = self.system {
-            conversation.say("system", &text("system", system)?);
+            conversation.say("system", &text("system", without_billing(system))?);
         }
         for (i, message) in self.messages.0.into_iter().enumerate() {
             add_message(&mut conversation, &format!("messages[{i}]"), message)?;
@@ -325,6 +325,23 @@ fn add_message(conversation: &mut Conversation, at: &str, message: MessageParam)
     }
     say(&mut paragraphs, conversation);
     Ok(())
+}
+
+/// Claude Code begins the system text with a line that differs in every request. Nothing of a prompt after it would be in
+/// the prefix cache, so it is removed.
+fn without_billing(system: TextContent) -> TextContent {
+    const BILLING: &str = "x-anthropic-billing-header:";
+    let rest = |text: String| match text.strip_prefix(BILLING) {
+        None => text,
+        Some(billing) => billing.split_once('\n').map_or("", |(_, rest)| rest.trim_start()).to_owned(),
+    };
+    match system {
+        TextOr::Text(text) => TextOr::Text(rest(text)),
+        TextOr::Other(blocks) => {
+            let block = |block: TextBlock| TextBlock { text: block.text.map(rest), ..block };
+            TextOr::Other(blocks.into_iter().map(block).collect())
+        }
+    }
 }
 
 /// A text, or blocks of text that become paragraphs.
