@@ -89,8 +89,10 @@ class Request(threading.Thread):
             connection.close()
 
     def read_stream(self, response):
+        last = ""
         for line in response:
             data = line.decode().strip().removeprefix("data: ")
+            last = data or last
             if data == "[DONE]":
                 self.whole = not self.error
             elif line.startswith(b"data: "):
@@ -100,6 +102,8 @@ class Request(threading.Thread):
                 for choice in event.get("choices", []):
                     self.text += choice["delta"].get("content") or ""
                     self.pieces += 1
+        if not (self.whole or self.error):
+            self.error = f"the stream ended without [DONE], after {last[-150:]}"
 
     def read_whole(self, text):
         with contextlib.suppress(ValueError):

@@ -514,8 +514,9 @@ PARTS = {
     "tools": tools, "demo": demo, "rustfmt": rustfmt, "rust": rust, "devices": devices_cheap, "clients": clients,
     "scaling": scaling, "service": service, "npu": npu, "page": page, "clippy": clippy,
 }
-# Parts that run at the same time, because they mostly wait: the tests of a lane run one after the other.
-LANES = [["clients", "npu"], ["page", "service", "scaling"]]
+# Parts that run at the same time, because they mostly wait: the tests of a lane run one after the other. `scaling` runs
+# alone: it compares what two daemons do under load.
+LANES = [["clients"], ["page", "service", "npu"]]
 # These parts take too long for every run, and the last one writes files.
 NAMED_ONLY = {
     "lm-eval": lm_eval, "openwebui": openwebui, "all-devices": devices_all, "all-scaling": all_scaling,

@@ -1,5 +1,5 @@
-//! Conversion between text and tokens: tokenizer.json, the chat template, and incremental detokenization. Also stop
-//! strings, tool calls and grammars.
+//! Conversion between text and tokens: tokenizer.json, the chat template, and incremental detokenization. Also
+//! thoughts, stop strings, tool calls and grammars.
 //!
 //! | from | to | by |
 //! |---|---|---|
@@ -8,6 +8,7 @@
 //! | that prompt | token ids; only control tokens that the template wrote are control tokens | [`Prompt::ids`] |
 //! | text | token ids | [`Tokenizer::encode`], [`Tokenizer::encode_text`] |
 //! | one token id | the text it completes | [`Detokenizer::push`] |
+//! | one token id of an answer | more of a thought, or of the text | [`AnswerReader::push`] |
 //! | text as it arrives | text before the first stop string | [`StopMatcher::push`] |
 //! | text as it arrives | tool calls in it | [`CallReader::push`] |
 //! | a schema, a regex, a grammar | which ids may come next | [`Constraint::mask`] |

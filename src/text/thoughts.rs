@@ -5,6 +5,7 @@
 //! thought and empty lines after it are part of the syntax.
 
 use super::detokenizer::Detokenizer;
+use super::family::THINK;
 use super::tokenizer::Tokenizer;
 
 /// The tokens around a thought.
@@ -29,15 +30,15 @@ pub enum ThoughtStart {
 }
 
 impl Tokenizer {
-    /// The tokens around the thoughts of the vocabulary's family. `None` = its models do not think.
+    /// The tokens around thoughts. `None` = the vocabulary has none, so its models do not think.
     pub fn thought_tokens(&self) -> Option<ThoughtTokens> {
-        let family = self.family()?;
-        let syntax = family.thought?;
+        let family = self.family();
+        let syntax = family.and_then(|family| family.thought).unwrap_or(THINK);
         Some(ThoughtTokens {
             open: self.token_id(syntax.open)?,
             close: self.token_id(syntax.close)?,
             header: syntax.header,
-            end_of_turn: self.token_id(family.end_of_turn),
+            end_of_turn: self.end_of_turn(),
         })
     }
 }

@@ -4,9 +4,10 @@ use rand::seq::IndexedRandom;
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use serde_json::{Value, json};
-use unicorn::text::{AnswerReader, ThoughtStart};
+use unicorn::text::{AnswerReader, ThoughtStart, Tokenizer};
 
 use crate::support::app::{FamilyText, recorded};
+use crate::support::data;
 use crate::support::fake_runner::{Script, says};
 use crate::support::http::{chat, complete, events_of, parse, post_to, send_json, stream};
 use crate::support::json::with;
@@ -298,6 +299,24 @@ async fn stop_strings_end_the_text_and_not_a_thought() {
     let (_, answer) = complete(&app, with(question(), json!({"stop": ["two"]}))).await;
     let message = &answer["choices"][0]["message"];
     assert_eq!((&message["reasoning"], &message["content"]), (&json!("one two"), &json!("three ")));
+}
+
+#[test]
+fn any_vocabulary_with_the_tokens_of_thoughts_has_thoughts() {
+    let bytes = std::fs::read(data("families/tiny-llama/tokenizer.json")).expect("a tokenizer");
+    let mut json: Value = serde_json::from_slice(&bytes).expect("JSON");
+    let read = |json: &Value| Tokenizer::from_bytes(json.to_string().as_bytes(), "llama").expect("sound");
+    let plain = read(&json);
+    assert_eq!(plain.thought_tokens(), None);
+    let first = plain.vocab_size() as u32;
+    for (id, content) in (first..).zip(["<think>", "</think>"]) {
+        json["added_tokens"].as_array_mut().expect("a list").push(json!({
+            "id": id, "content": content, "single_word": false, "lstrip": false, "rstrip": false,
+            "normalized": false, "special": false,
+        }));
+    }
+    let tokens = read(&json).thought_tokens().expect("both tokens");
+    assert_eq!((tokens.open, tokens.close), (first, first + 1));
 }
 
 /// Ids in any order: what comes between the tokens of thoughts is a thought, everything else is text, and no byte is lost

@@ -1,8 +1,8 @@
 //! `POST /v1/messages` and `/v1/messages/count_tokens`: Anthropic's wire format, JSON or a stream of named events.
 //!
 //! An answer is a block of what the model thought, if it did, and one block of text or one for each tool call; an empty
-//! answer has no block. A stream begins with the message, which reports the length of the prompt and how much of it the prefix cache had. Both are known with the
-//! first token, so the stream begins then.
+//! answer has no block. A stream begins with the message, which reports the length of the prompt and how much of it the
+//! prefix cache had. Both are known with the first token, so the stream begins then.
 
 pub(in crate::api) mod request;
 

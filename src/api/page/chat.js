@@ -2,7 +2,8 @@
 // meanwhile. The server keeps nothing between requests, so every request carries all turns.
 //
 // A turn is {role, text} and, of an answer, also {state, note, thought}: state is "writing", "done", "stopped" or "failed", note
-// what is said below it, thought what the model thought before the text, which is shown and not sent again. Whatever was written before an answer was stopped or failed is part of the conversation.
+// is said below it, thought is what the model thought before the text, which is shown and not sent again. Whatever was
+// written before an answer was stopped or failed is part of the conversation.
 //
 // A conversation is {id, title, version, turns}. It is saved while its answer is being written, so that a tab that is
 // closed leaves what had come. A save that finds another tab's becomes a conversation of its own: neither is lost.

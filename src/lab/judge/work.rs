@@ -396,7 +396,7 @@ mod tests {
             work.iter().filter(|w| w.what == what).map(|w| w.times * w.dispatch.weight_bytes).sum()
         };
         for (name, layers, hidden, width, dispatches) in
-            [("gemma-4-26b-a4b", 30, 2816, 704, 14), ("qwen3-30b-a3b", 48, 2048, 768, 11)]
+            [("gemma-4-26b-a4b", 30, 2816, 704, 13), ("qwen3-30b-a3b", 48, 2048, 768, 11)]
         {
             let mut model = of_shape(name);
             let one = model.step(std::slice::from_ref(&(512..513)), Some(Drawn::Greedy)).unwrap();

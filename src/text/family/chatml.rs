@@ -1,6 +1,6 @@
 //! ChatML, the conversations of Qwen, SmolLM and others.
 
-use super::syntax::{Family, ThoughtSyntax};
+use super::syntax::Family;
 
 pub(super) static CHATML: Family = Family {
     mark: "<|im_start|>",
@@ -8,5 +8,5 @@ pub(super) static CHATML: Family = Family {
     bos: None,
     end_of_turn: "<|im_end|>",
     between_turns: &["<|im_start|>", "<|im_end|>"],
-    thought: Some(ThoughtSyntax { open: "<think>", header: "\n", close: "</think>" }),
+    thought: None,
 };

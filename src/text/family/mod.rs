@@ -8,6 +8,7 @@ mod llama;
 mod syntax;
 
 pub use syntax::Family;
+pub(super) use syntax::THINK;
 
 static FAMILIES: [&Family; 4] = [&gemma::GEMMA, &gemma4::GEMMA4, &llama::LLAMA, &chatml::CHATML];
 

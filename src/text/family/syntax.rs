@@ -13,7 +13,7 @@ pub struct Family {
     /// Control tokens that a file may list without `special`. They separate turns, so the text of an answer never has
     /// them.
     pub(super) between_turns: &'static [&'static str],
-    /// How a model of the family writes down what it thinks before it answers, if its vocabulary has these tokens.
+    /// How a model of the family writes down what it thinks before it answers. `None` = as most models do.
     pub(in crate::text) thought: Option<ThoughtSyntax>,
 }
 
@@ -25,6 +25,10 @@ pub(in crate::text) struct ThoughtSyntax {
     pub header: &'static str,
     pub close: &'static str,
 }
+
+/// How most models that think write down their thoughts: Qwen, and models of other families that learned it later.
+pub(in crate::text) const THINK: ThoughtSyntax =
+    ThoughtSyntax { open: "<think>", header: "\n", close: "</think>" };
 
 /// A chat template in the binary.
 #[derive(Debug, Clone, Copy)]
