@@ -254,7 +254,12 @@ impl AnswerMask {
         let grammar = self.constraint.as_mut().map(|constraint| constraint.mask(may_end));
         let grammar = grammar.transpose().map_err(|error| error.to_string())?;
         let has_grammar = grammar.is_some();
-        let mut mask = grammar.unwrap_or_else(|| self.every_id());
+        let mut mask = match (grammar, &self.rules) {
+            (Some(mask), _) => mask,
+            // The rules exclude all others from any mask.
+            (None, Some(rules)) => Arc::clone(&rules.allowed),
+            (None, None) => self.every_id(),
+        };
         if let Some(open) = opens {
             let mut words = mask.to_vec();
             words[open as usize / 32] |= 1 << (open % 32);
