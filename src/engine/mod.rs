@@ -56,7 +56,7 @@ pub use block_manager::{BlockManager, BlockTable, NoRoom, PoolUse};
 pub use energy::{Energy, EnergyCounter, Joules};
 pub use error::{EngineError, SubmitError};
 pub use handle::{Engine, EngineConfig, EngineHandle, TokenStream};
-pub use mask::{SharedMask, TokenMask};
+pub use mask::{Restriction, SharedMask, TokenMask};
 pub use pace::{Load, Pace};
 pub use request::{CacheSalt, ClientId, EVENTS, MAX_QUEUE, Priority, Request};
 pub use scheduler::{Output, Scheduler, SchedulerConfig, SequenceShare, Step};

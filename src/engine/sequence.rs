@@ -6,7 +6,7 @@ use std::time::Duration;
 use super::answer::{Ended, FinishReason};
 use super::block_manager::BlockTable;
 use super::error::EngineError;
-use super::mask::{PendingMask, SharedMask};
+use super::mask::{PendingMask, Restriction, SharedMask};
 use super::request::{Priority, Request};
 use super::speculation::{Adaptive, Drafter, Drafts, Lookup};
 use crate::model::{Draw, Logprobs, SamplingParams};
@@ -68,7 +68,9 @@ pub struct Sequence {
     pub(super) drafts: Drafts,
     /// The known log probabilities of the prompt's ids, from the second id on.
     pub(super) scores: Vec<Logprobs>,
-    /// Number of preemptions and restarts. Shares of steps that were submitted before the last one are dropped.
+    /// Number of preemptions and restarts.
+    pub(super) preemptions: u32,
+    /// Changes when the results of steps in flight are no longer wanted: their shares of the sequence are dropped.
     pub(super) life: u32,
     /// The number of tokens that the prefix cache had when the sequence was first admitted.
     pub(super) cached: Option<usize>,
@@ -112,6 +114,7 @@ impl Sequence {
             draft_tokens: Vec::new(),
             drafts: Drafts::default(),
             scores: Vec::new(),
+            preemptions: 0,
             life: 0,
             cached: None,
             fresh: false,
@@ -133,7 +136,7 @@ impl Sequence {
             Priority::Background => "background",
         };
         let kinds = [
-            (self.mask.is_some(), ", masked"),
+            (self.is_masked(), ", masked"),
             (self.request.prompt_logprobs.is_some(), ", scored"),
             (self.request.pooling, ", pooled"),
             (self.speculating, ", speculating"),
@@ -151,7 +154,7 @@ impl Sequence {
             self.drawn,
             self.table.blocks().iter().map(|list| list.ids.len()).collect::<Vec<_>>(),
             self.forks.len(),
-            self.life,
+            self.preemptions,
             self.last_step,
         )
     }
@@ -186,6 +189,7 @@ impl Sequence {
         self.speculating = false;
         self.draft_tokens.clear();
         self.scores.clear();
+        self.preemptions += 1;
         self.life += 1;
     }
 
@@ -215,11 +219,24 @@ impl Sequence {
             return (None, Some(Ok(FinishReason::Stop(id))));
         }
         let answer = &self.tokens[self.prompt_len..];
-        if self.mask.as_ref().is_some_and(|mask| mask.is_free(answer)) {
+        if self.mask.as_mut().is_some_and(|mask| mask.update(answer) == Restriction::Over) {
             self.mask_time += self.mask.take().map_or(Duration::ZERO, |mask| mask.take_time());
         }
         let all = self.generated() == self.max_tokens;
         (Some(id), all.then_some(Ok(FinishReason::Length)))
+    }
+
+    /// Whether a mask restricts the next id.
+    pub(super) fn is_masked(&self) -> bool {
+        self.mask.as_ref().is_some_and(SharedMask::is_binding)
+    }
+
+    /// Discards the ids that steps in flight draw, because a mask restricts the first of them now. The next step computes
+    /// the last token again, and draws under the mask.
+    pub(super) fn draw_again(&mut self) {
+        self.submitted = self.computed;
+        self.drawn = 0;
+        self.life += 1;
     }
 
     /// The time that the sequence's masks took since the last call.
@@ -232,7 +249,7 @@ impl Sequence {
     /// the results of a step in flight, or if all its ids are drawn.
     pub(super) fn pending(&self) -> usize {
         // A mask can only be computed from known ids.
-        let masked = self.mask.is_some() && self.drawn > 0;
+        let masked = self.is_masked() && self.drawn > 0;
         if self.speculating || masked || self.generated() + self.drawn == self.max_tokens {
             return 0;
         }
@@ -311,9 +328,10 @@ impl Sequence {
         }
     }
 
-    /// The mask of the next id, if the sequence has masks.
+    /// The mask of the next id, if one restricts it.
     pub(super) fn pending_mask(&self) -> Option<PendingMask> {
-        self.mask.as_ref().map(|mask| mask.after(&self.tokens[self.prompt_len..]))
+        let binding = self.mask.as_ref().filter(|mask| mask.is_binding());
+        binding.map(|mask| mask.after(&self.tokens[self.prompt_len..]))
     }
 
     /// The draw of an id of the answer. It follows token `token` of sequence `sequence` of a batch.
@@ -325,7 +343,7 @@ impl Sequence {
             params: Arc::clone(&self.request.sampling),
             seed: self.request.seed,
             prompt_len: self.prompt_len,
-            masked: self.mask.is_some(),
+            masked: self.is_masked(),
             logprobs: self.request.sampling.logprobs,
         }
     }

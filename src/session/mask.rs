@@ -3,7 +3,7 @@
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
-use crate::engine::TokenMask;
+use crate::engine::{Restriction, TokenMask};
 use crate::text::{Constraint, TextError, ThoughtStart, ThoughtTokens, Tokenizer, mask_of};
 
 /// Why an answer could not follow its grammar or the rules of its request any longer. All answers to a request share
@@ -316,13 +316,16 @@ impl TokenMask for AnswerMask {
         self.timed(|mask| mask.mask_after(answer))
     }
 
-    fn is_free(&mut self, answer: &[u32]) -> bool {
+    fn restriction(&mut self, answer: &[u32]) -> Restriction {
         if let Err(error) = self.timed(|mask| mask.take(answer)) {
             self.mask = Some(self.fail(error.to_string()));
         }
         let is_text = self.thoughts.as_ref().is_none_or(|guard| !guard.may_think());
         let is_free = is_text && self.constraint.as_ref().is_none_or(Constraint::is_free);
-        is_free && self.rules.is_none() && answer.len() >= self.min_tokens
+        match is_free && self.rules.is_none() && answer.len() >= self.min_tokens {
+            true => Restriction::Over,
+            false => Restriction::Binding,
+        }
     }
 
     fn take_time(&mut self) -> Duration {
@@ -368,7 +371,7 @@ mod tests {
         let mut other = mask.boxed_clone();
         assert!(mask.take_time() > Duration::ZERO, "a mask");
         assert_eq!([mask.take_time(), other.take_time()], [Duration::ZERO; 2]);
-        assert!(!mask.is_free(&start));
+        assert_eq!(mask.restriction(&start), Restriction::Binding);
         assert!(mask.take_time() > Duration::ZERO, "the new id for the next mask");
     }
 
@@ -406,7 +409,7 @@ mod tests {
         assert_eq!(ids(&mask.mask(&[])), [8]);
         assert_eq!(ids(&mask.mask(&[8, 8])), [8, 9], "a stop id after min_tokens");
         assert_eq!(ids(&mask.mask(&[8, 8, 8])), [1, 8, 9], "an end id after the min_tokens of the mask");
-        assert!(!mask.is_free(&[8, 8, 8]), "rules apply until the end");
+        assert_eq!(mask.restriction(&[8, 8, 8]), Restriction::Binding, "rules apply until the end");
         assert_eq!(ids(&ruled(&[1, 9]).mask(&[])), [1, 9]);
     }
 

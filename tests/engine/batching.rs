@@ -4,7 +4,7 @@
 
 use std::sync::Arc;
 
-use unicorn::engine::{Fork, SharedMask, TokenMask};
+use unicorn::engine::{Fork, Restriction, SharedMask, TokenMask};
 use unicorn::model::load::LoadOptions;
 use unicorn::model::{Runner, SamplingParams};
 use unicorn::tensor::KvDtype;
@@ -142,8 +142,8 @@ impl TokenMask for Doubling {
         words.into()
     }
 
-    fn is_free(&mut self, _: &[u32]) -> bool {
-        false
+    fn restriction(&mut self, _: &[u32]) -> Restriction {
+        Restriction::Binding
     }
 
     fn boxed_clone(&self) -> Box<dyn TokenMask> {

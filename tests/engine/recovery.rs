@@ -4,7 +4,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use unicorn::engine::{
-    Engine, EngineConfig, EngineError, EngineHandle, EngineState, Event, Request, SchedulerConfig, TokenMask,
+    Engine, EngineConfig, EngineError, EngineHandle, EngineState, Event, Request, Restriction,
+    SchedulerConfig, TokenMask,
 };
 use unicorn::model::{Batch, Limits};
 
@@ -103,8 +104,8 @@ fn forks_masks_scores_and_embeddings_survive_a_device_loss() {
         fn mask(&mut self, _: &[u32]) -> Arc<[u32]> {
             Arc::new([0x5555_5555; 16])
         }
-        fn is_free(&mut self, _: &[u32]) -> bool {
-            false
+        fn restriction(&mut self, _: &[u32]) -> Restriction {
+            Restriction::Binding
         }
         fn boxed_clone(&self) -> Box<dyn TokenMask> {
             Box::new(self.clone())

@@ -12,8 +12,8 @@ use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use unicorn::engine::{
     CacheSalt, EVENTS, Energy, EnergyCounter, Engine, EngineConfig, EngineError, EngineHandle, Event,
-    FinishReason, Fork, Joules, Pace, Priority, Request, Scheduler, SchedulerConfig, SharedMask, SubmitError,
-    TokenMask, draft,
+    FinishReason, Fork, Joules, Pace, Priority, Request, Restriction, Scheduler, SchedulerConfig, SharedMask,
+    SubmitError, TokenMask, draft,
 };
 use unicorn::model::offload::LEAST_TOKENS;
 use unicorn::model::{Batch, Draw, Input, KvLimits, KvPool, Limits, Logprobs, Runner, SamplingParams};
@@ -85,13 +85,40 @@ impl TokenMask for Parity {
     fn mask(&mut self, answer: &[u32]) -> Arc<[u32]> {
         let before = answer.len().saturating_sub(1);
         assert!(self.seen == answer || self.seen == answer[..before], "{:?}, then {answer:?}", self.seen);
-        assert!(!self.is_free(answer), "asked for a mask although all ids are allowed");
+        let restriction = self.restriction(answer);
+        assert_eq!(restriction, Restriction::Binding, "asked for a mask although all ids are allowed");
         self.seen = answer.to_vec();
         Arc::new([0x5555_5555 << (answer.len() % 2); 16])
     }
 
-    fn is_free(&mut self, answer: &[u32]) -> bool {
-        self.free_after.is_some_and(|n| answer.len() >= n)
+    fn restriction(&mut self, answer: &[u32]) -> Restriction {
+        if self.free_after.is_some_and(|n| answer.len() >= n) {
+            Restriction::Over
+        } else {
+            Restriction::Binding
+        }
+    }
+
+    fn boxed_clone(&self) -> Box<dyn TokenMask> {
+        Box::new(self.clone())
+    }
+}
+
+/// A mask that allows only odd ids after a multiple of four. After every other id, it is idle.
+#[derive(Clone)]
+struct OddAfterFours;
+
+impl TokenMask for OddAfterFours {
+    fn mask(&mut self, answer: &[u32]) -> Arc<[u32]> {
+        assert_eq!(self.restriction(answer), Restriction::Binding, "asked for an idle mask");
+        Arc::new([0xaaaa_aaaa; 16])
+    }
+
+    fn restriction(&mut self, answer: &[u32]) -> Restriction {
+        match answer.last() {
+            Some(id) if id % 4 == 0 => Restriction::Binding,
+            _ => Restriction::Idle,
+        }
     }
 
     fn boxed_clone(&self) -> Box<dyn TokenMask> {
@@ -280,6 +307,45 @@ fn an_answer_whose_mask_becomes_free_runs_ahead_of_the_host() {
         let inputs = control.batches().into_iter().flat_map(|batch| batch.sequences);
         let ahead = inputs.filter(|sequence| sequence.input == Input::LastSampled).count();
         assert_eq!(ahead > 0, free_after.is_some(), "{free_after:?}: {ahead} steps ahead of the host");
+    }
+}
+
+#[test]
+fn ids_drawn_ahead_of_a_mask_that_becomes_binding_are_drawn_again() {
+    // The script says an id of its own after every text, so an id that was drawn without the mask would show. Prompt
+    // lookup finds draft tokens in the second script.
+    let repeats = [3, 5, 7, 8, 11, 13, 4, 6].repeat(12);
+    let scripts: [fn(&[u32]) -> Script; 2] = [|_| mixed(512), |repeats| says(repeats, END)];
+    for script in scripts {
+        let run = |max_in_flight| {
+            let (engine, control) = start(Limits { max_in_flight, ..fake_limits() }, script(&repeats));
+            let mut request = Request {
+                mask: Some(Box::new(OddAfterFours)),
+                more_seeds: vec![1],
+                ..request(&[3, 5, 7, 8, 11, 13, 4, 6], 60)
+            };
+            Arc::make_mut(&mut request.sampling).presence_penalty = 0.5;
+            let mut stream = engine.submit(request).unwrap();
+            let mut answers = [vec![], vec![]];
+            while let Some(event) = stream.blocking_next() {
+                if let Event::Token { choice, id, .. } = event {
+                    answers[choice].push(id);
+                }
+            }
+            let batches = control.batches();
+            let inputs = batches.iter().flat_map(|batch| &batch.sequences);
+            let ahead = inputs.filter(|sequence| sequence.input == Input::LastSampled).count();
+            assert_all_free(&engine);
+            (answers, ahead)
+        };
+        let ((answers, ahead), (alone, _)) = (run(2), run(1));
+        assert_eq!(answers, alone, "the mask does not depend on the steps in flight");
+        for ids in answers {
+            let fours = ids.windows(2).filter(|pair| pair[0] % 4 == 0).count();
+            assert!(ids.windows(2).all(|pair| pair[0] % 4 != 0 || pair[1] % 2 == 1), "{ids:?}");
+            assert!(ids.len() > 8 && fours > 0, "{ids:?}");
+        }
+        assert!(ahead > 0, "an idle mask lets steps overlap");
     }
 }
 
@@ -646,8 +712,8 @@ impl TokenMask for Slow {
         Arc::new([u32::MAX; 16])
     }
 
-    fn is_free(&mut self, _: &[u32]) -> bool {
-        false
+    fn restriction(&mut self, _: &[u32]) -> Restriction {
+        Restriction::Binding
     }
 
     fn take_time(&mut self) -> Duration {
@@ -1462,9 +1528,12 @@ fn the_scheduler_keeps_its_invariants_under_random_operations() {
                     sampling.min_tokens = rng.random_range(0..3);
                     sequence.request.prompt_logprobs = rng.random_bool(0.2).then_some(1);
                     sequence.request.pooling = rng.random_bool(0.2);
-                    if rng.random_bool(0.2) {
-                        sequence.mask = Some(SharedMask::new(Box::new(Parity::default())));
-                    }
+                    let mask: Option<Box<dyn TokenMask>> = match rng.random_range(0..10) {
+                        0 | 1 => Some(Box::new(Parity::default())),
+                        2 | 3 => Some(Box::new(OddAfterFours)),
+                        _ => None,
+                    };
+                    sequence.mask = mask.map(SharedMask::new);
                     sequence.request.client = rng.random_range(0..3);
                     sequence.request.priority =
                         if rng.random() { Priority::Interactive } else { Priority::Background };

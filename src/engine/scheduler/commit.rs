@@ -88,10 +88,14 @@ fn apply_share(sequence: &mut Sequence, share: &SequenceShare, sampled: &Sampled
         }
         Yields::Ids(first) => {
             sequence.drawn -= 1;
+            let was_masked = sequence.is_masked();
             for (i, draw) in (*first..=first + share.draft.ids.len()).enumerate() {
                 let (token, end) = sequence.take(sampled.ids[draw]);
+                // The ids that were drawn after this one did not obey a mask that is binding now.
+                let is_bound = !was_masked && sequence.is_masked();
                 // The next draw follows a draft token. It is valid only if that token is the id that was drawn here.
-                let continues = end.is_none() && share.draft.ids.get(i) == sampled.ids[draw].as_ref();
+                let is_expected = share.draft.ids.get(i) == sampled.ids[draw].as_ref();
+                let continues = end.is_none() && !is_bound && is_expected;
                 outputs.push(Output {
                     id,
                     token,
@@ -102,6 +106,9 @@ fn apply_share(sequence: &mut Sequence, share: &SequenceShare, sampled: &Sampled
                     ..Output::default()
                 });
                 if !continues {
+                    if is_bound && sequence.drawn > 0 {
+                        sequence.draw_again();
+                    }
                     return;
                 }
                 sequence.computed += 1;

@@ -90,7 +90,7 @@ impl Scheduler {
         let cost = |tokens: usize| self.limits.step_cost(tokens);
         let wanted = s.draft_length.worthwhile(wanted, others, known, cost);
         let decodes = s.submitted >= s.prompt_len && s.submitted + 1 == known;
-        if wanted == 0 || !decodes || s.mask.is_some() || s.missing_history() > 0 {
+        if wanted == 0 || !decodes || s.is_masked() || s.missing_history() > 0 {
             return 0;
         }
         let is_unshared = self.blocks.shared_at(&s.table, s.submitted).all(|block| block.is_none());
@@ -111,7 +111,7 @@ impl Scheduler {
         let room = room.min(step.draws).min(step.tokens).saturating_sub(waiting_decodes);
         let most = room.min(sequence.max_tokens - sequence.generated() - 1);
         // A mask is computed from known ids only, so there is no mask for an id after a draft token.
-        if !decodes || most == 0 || sequence.mask.is_some() {
+        if !decodes || most == 0 || sequence.is_masked() {
             return Some(DraftTokens::NONE);
         }
         let (others, limits) = (step.step.load.tokens + waiting_decodes, &self.limits);

@@ -130,7 +130,7 @@ impl Scheduler {
         let sequence = &mut self.running[index];
         tracing::debug!(sequence = sequence.id, tokens = sequence.submitted, "preempted");
         // A sequence that is preempted repeatedly makes no progress, but never waits long enough to be overdue.
-        sequence.promoted |= sequence.life + 1 >= MAX_PREEMPTIONS;
+        sequence.promoted |= sequence.preemptions + 1 >= MAX_PREEMPTIONS;
         self.preemptions += 1;
         self.put_back(index);
     }
