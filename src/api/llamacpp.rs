@@ -30,7 +30,7 @@ use crate::api::server::Server;
 use crate::api::wire;
 use crate::api::wire::bounded::TokenId;
 use crate::api::wire::union::{reference, with_reference};
-use crate::session::Service;
+use crate::session::{GenerateRequest, Service};
 
 /// A body that names a model.
 #[derive(Debug, Deserialize, ToSchema)]
@@ -228,7 +228,6 @@ post_route! {
             // Tools are always checked, as the document says.
             let tools = tools.tools()?;
             let conversation = text.messages.map(messages).transpose()?;
-            let conversation = conversation.map(|messages| tools.describe_in(&messages));
             let strings = text.return_token_strs.unwrap_or(false);
             let service = server.service_for(wire::named(text.model).as_deref())?;
             match (text.content, text.prompt, conversation) {
@@ -253,8 +252,15 @@ post_route! {
                             .encode(&prompt, text.add_special_tokens.unwrap_or(true), None)
                             .map_err(|error| ApiError::from(error).in_prompt("prompt"))?,
                         (None, Some(messages)) => {
-                            let (ending, kwargs) = (template.ending(&messages)?, template.kwargs()?);
-                            service.prompt(&messages, ending, &kwargs, None)?
+                            let (ending, template_kwargs) = (template.ending(&messages)?, template.kwargs()?);
+                            let conversation = GenerateRequest {
+                                messages,
+                                tools,
+                                ending,
+                                template_kwargs,
+                                ..GenerateRequest::default()
+                            };
+                            service.conversation(&conversation)?
                         }
                         (None, None) => return Err(wire::missing("prompt")),
                     };

@@ -5,7 +5,8 @@ use super::mask::Failure;
 use crate::engine::{Event, FinishReason, Timings};
 use crate::model::Logprobs;
 use crate::text::{
-    AnswerPiece, AnswerReader, CallPiece, CallReader, Detokenizer, StopMatcher, ThoughtStart, ThoughtTokens,
+    AnswerPiece, AnswerReader, CallFormat, CallPiece, CallReader, Detokenizer, StopMatcher, ThoughtStart,
+    ThoughtTokens,
 };
 
 /// Turns token events into text. The text never ends in the middle of a character, and never has any byte of a stop
@@ -15,9 +16,9 @@ pub struct AnswerText {
     reader: AnswerReader,
     /// The number of tokens of thoughts until now.
     thought_n: usize,
-    /// Finds stop strings in the text. Thoughts may have them.
+    /// Finds stop strings in the text. Thoughts and marked calls may have them.
     stops: StopMatcher,
-    /// Extracts tool calls from the text. `None` if the model may not call tools.
+    /// Extracts tool calls without control tokens from the text. `None` if the model makes none.
     calls: Option<CallReader>,
     /// Set if the answer cannot follow its grammar any longer.
     failure: Option<Failure>,
@@ -32,7 +33,7 @@ pub struct Delta {
     pub thought: String,
     /// New text, which may be empty.
     pub text: String,
-    /// New pieces of tool calls; empty if there is text.
+    /// New pieces of tool calls, after the text.
     pub calls: Vec<CallPiece>,
     /// Token ids: tokens of the answer, or the stop id that ended it.
     pub ids: Vec<u32>,
@@ -119,6 +120,15 @@ impl AnswerText {
         Self { reader: self.reader.with_thoughts(tokens, start), ..self }
     }
 
+    /// Extracts calls of these tools, which are between control tokens.
+    pub(super) fn with_marked_calls<'a>(
+        self,
+        format: &CallFormat,
+        tools: impl IntoIterator<Item = (&'a str, &'a serde_json::Value)>,
+    ) -> Self {
+        Self { reader: self.reader.with_calls(format, tools), ..self }
+    }
+
     /// Extracts tool calls from the text.
     pub(super) fn with_calls(self, calls: CallReader) -> Self {
         Self { calls: Some(calls), ..self }
@@ -137,10 +147,18 @@ impl AnswerText {
             Event::Token { id, logprobs, mut timings, .. } => {
                 let spoken = self.reader.push(id);
                 self.thought_n += usize::from(spoken.is_thought);
-                let stopped = self.stops.push(&spoken.text);
-                let (text, calls) = self.read(stopped.text, stopped.stop.is_some());
+                let mut stopped = self.stops.push(&spoken.text);
+                if spoken.is_call && stopped.stop.is_none() {
+                    // No stop string continues after the token that opens a call.
+                    stopped.text.push_str(&self.stops.pause());
+                }
+                let (text, mut calls) = self.read(stopped.text, stopped.stop.is_some());
+                if stopped.stop.is_none() {
+                    calls.extend(spoken.calls);
+                }
                 let end = stopped.stop.map(|_| self.end(Reason::Stop)).transpose()?;
-                let logprobs = logprobs.filter(|_| !spoken.is_thought).map(|logprobs| (id, logprobs));
+                let is_text = !spoken.is_thought && !spoken.is_call;
+                let logprobs = logprobs.filter(|_| is_text).map(|logprobs| (id, logprobs));
                 let stopped_by = self.stops.found();
                 timings.thought_n = self.thought_n;
                 Delta {
@@ -170,7 +188,8 @@ impl AnswerText {
                     Some(_) => reason = Reason::Stop,
                     None => text.push_str(&self.stops.finish()),
                 }
-                let (text, calls) = self.read(text, true);
+                let (text, mut calls) = self.read(text, true);
+                calls.extend(spoken.calls);
                 let (end, stopped_by) = (Some(self.end(reason)?), self.stops.found());
                 Delta {
                     choice,
@@ -211,7 +230,7 @@ impl AnswerText {
         if let Some(problem) = self.failure.as_ref().and_then(|failure| failure.get()) {
             return Err(SessionError::Grammar(problem.clone()));
         }
-        let called = self.calls.as_ref().is_some_and(CallReader::called);
+        let called = self.reader.called() || self.calls.as_ref().is_some_and(CallReader::called);
         Ok(if reason == Reason::Stop && called { Reason::Called } else { reason })
     }
 }

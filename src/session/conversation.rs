@@ -1,13 +1,15 @@
-//! Builds a conversation message by message. A turn that called tools becomes the JSON that the model wrote. The
-//! results of the calls become one turn of the user, with a line `Result of NAME: TEXT` for each, in the order of the
-//! calls.
+//! Builds a conversation message by message. The results of calls follow them in the order of the calls.
+//!
+//! Some models have a syntax for calls, which their template writes. For the others, [`as_text`] turns the calls of a
+//! message into the JSON that the model wrote, and their results into one turn of the user, with a line
+//! `Result of NAME: TEXT` for each.
 
 use std::collections::HashMap;
 
 use serde::de::IgnoredAny;
 use serde_json::json;
 
-use crate::text::Message;
+use crate::text::{CalledFunction, Message, ToolCall};
 
 /// A tool call of an earlier answer.
 #[derive(Debug, Clone, PartialEq)]
@@ -17,8 +19,7 @@ pub struct Call {
     pub arguments: String,
 }
 
-/// The messages until now. Successive calls become one turn of the assistant, and successive results one turn of the
-/// user.
+/// The messages until now. Calls belong to the assistant's message before them.
 #[derive(Debug, Default)]
 pub struct Conversation {
     messages: Vec<Message>,
@@ -27,11 +28,9 @@ pub struct Conversation {
     /// The number of calls until now, and of those before the last turn that called.
     calls: usize,
     calls_before: usize,
-    /// Calls that are not yet a message. At most one of `called` and `results` has entries.
-    called: Vec<Call>,
     /// What the assistant thought before its next message.
     thought: Option<String>,
-    /// Results that are not yet a message: the index of the call among all calls, the tool and the text.
+    /// Results that are not yet messages: the index of the call among all calls, the tool and the text.
     results: Vec<(usize, String, String)>,
 }
 
@@ -46,14 +45,14 @@ struct Calls {
 
 impl Conversation {
     pub fn say(&mut self, role: &str, text: &str) {
-        self.write();
+        self.write_results();
         let thought = self.thought.take().filter(|_| role == "assistant");
         self.messages.push(Message::new(role, text).after(thought));
     }
 
     /// Adds to what the assistant thought before its next message or calls. Empty thoughts are nothing.
     pub fn think(&mut self, thought: &str) {
-        self.write();
+        self.write_results();
         if !thought.is_empty() {
             let before = self.thought.take().map_or(String::new(), |before| before + "\n\n");
             self.thought = Some(before + thought);
@@ -61,18 +60,24 @@ impl Conversation {
     }
 
     pub fn call(&mut self, id: &str, call: Call) {
-        if !self.results.is_empty() {
-            self.write();
+        self.write_results();
+        let continues =
+            self.thought.is_none() && self.messages.last().is_some_and(|last| last.role == "assistant");
+        if !continues {
+            self.say("assistant", "");
         }
-        let begin = self.calls - self.called.len();
-        self.calls_before = begin;
+        let message = self.messages.last_mut().expect("a message of the assistant");
+        if message.tool_calls.is_empty() {
+            self.calls_before = self.calls;
+        }
+        let begin = self.calls_before;
         let same = self.by_id.entry(id.to_owned()).or_insert(Calls { list: Vec::new(), results: 0 });
         if same.list.iter().any(|(place, _)| *place < begin) {
             *same = Calls { list: Vec::new(), results: 0 };
         }
         same.list.push((self.calls, call.name.clone()));
+        message.tool_calls.push(ToolCall::new(id_of(self.calls), call.name, &call.arguments));
         self.calls += 1;
-        self.called.push(call);
     }
 
     /// Adds the result of the call with the id `id`. Returns false if no earlier call has that id. If several calls of
@@ -83,9 +88,6 @@ impl Conversation {
         let Some(Calls { list, results }) = self.by_id.get_mut(id) else { return false };
         let (place, name) = list[(*results).min(list.len() - 1)].clone();
         *results += 1;
-        if !self.called.is_empty() {
-            self.write();
-        }
         self.results.push((place, name, text));
         true
     }
@@ -103,38 +105,64 @@ impl Conversation {
 
     /// Whether the conversation ends with calls without results.
     pub fn ends_with_calls(&self) -> bool {
-        !self.called.is_empty()
+        let last = self.messages.last().is_some_and(|last| !last.tool_calls.is_empty());
+        last && self.results.is_empty()
     }
 
     pub fn finish(mut self) -> Vec<Message> {
-        self.write();
+        self.write_results();
         self.messages
     }
 
-    fn write(&mut self) {
-        if !self.called.is_empty() {
-            let calls = Message::new("assistant", &written_calls(&self.called));
-            self.messages.push(calls.after(self.thought.take()));
-            self.called.clear();
-        }
-        if !self.results.is_empty() {
-            self.results.sort_by_key(|(place, ..)| *place);
-            let line = |(_, name, text): &(usize, String, String)| format!("Result of {name}: {text}");
-            let lines: Vec<String> = self.results.iter().map(line).collect();
-            self.messages.push(Message::new("user", &lines.join("\n")));
-            self.results.clear();
-        }
+    fn write_results(&mut self) {
+        self.results.sort_by_key(|(place, ..)| *place);
+        let results = self.results.drain(..);
+        self.messages.extend(results.map(|(place, name, text)| Message::result(&text, &id_of(place), &name)));
     }
 }
 
+/// The id of a call in the prompt. Clients' ids are not used: they differ each time, and some templates accept only ids
+/// of nine letters or digits.
+fn id_of(place: usize) -> String {
+    format!("call{:05}", place % 100_000)
+}
+
+/// The messages with calls and results as text.
+pub(super) fn as_text(messages: &[Message]) -> Vec<Message> {
+    let mut texts: Vec<Message> = Vec::with_capacity(messages.len());
+    // Whether the last text is of results, which successive results share.
+    let mut has_results = false;
+    for message in messages {
+        if message.tool_call_id.is_some() {
+            let line =
+                format!("Result of {}: {}", message.name.as_deref().unwrap_or_default(), message.content);
+            match texts.last_mut().filter(|_| has_results) {
+                Some(last) => last.content.extend(["\n", line.as_str()]),
+                None => texts.push(Message::new("user", &line)),
+            }
+            has_results = true;
+            continue;
+        }
+        has_results = false;
+        let mut thought = message.reasoning.clone();
+        if message.tool_calls.is_empty() || !message.content.is_empty() {
+            texts.push(Message::new(&message.role, &message.content).after(thought.take()));
+        }
+        if !message.tool_calls.is_empty() {
+            texts.push(Message::new("assistant", &written_calls(&message.tool_calls)).after(thought));
+        }
+    }
+    texts
+}
+
 /// Calls in the form in which the model writes them.
-fn written_calls(calls: &[Call]) -> String {
-    let call = |Call { name, arguments }: &Call| {
+fn written_calls(calls: &[ToolCall]) -> String {
+    let call = |ToolCall { function: CalledFunction { name, written, .. }, .. }: &ToolCall| {
         // Arguments that are not valid JSON become a JSON string.
-        let parameters = match serde_json::from_str::<IgnoredAny>(arguments) {
-            Ok(_) => arguments.trim().to_owned(),
-            Err(_) if arguments.trim().is_empty() => "{}".to_owned(),
-            Err(_) => json!(arguments).to_string(),
+        let parameters = match serde_json::from_str::<IgnoredAny>(written) {
+            Ok(_) => written.clone(),
+            Err(_) if written.is_empty() => "{}".to_owned(),
+            Err(_) => json!(written).to_string(),
         };
         format!("{{\"name\": {}, \"parameters\": {parameters}}}", json!(name))
     };

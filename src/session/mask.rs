@@ -3,8 +3,11 @@
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
+use super::tools::MAX_TOOLS;
 use crate::engine::{Restriction, TokenMask};
-use crate::text::{Constraint, TextError, ThoughtStart, ThoughtTokens, Tokenizer, mask_of};
+use crate::text::{
+    CallTokens, Constraint, Grammar, TextError, ThoughtStart, ThoughtTokens, Tokenizer, mask_of,
+};
 
 /// Why an answer could not follow its grammar or the rules of its request any longer. All answers to a request share
 /// it.
@@ -16,6 +19,13 @@ fn without(mask: &Arc<[u32]>, others: Option<&[u32]>) -> Arc<[u32]> {
         None => Arc::clone(mask),
         Some(others) => mask.iter().zip(others).map(|(word, other)| word & !other).collect(),
     }
+}
+
+/// `mask` with one more id.
+fn with(mask: &[u32], id: u32) -> Arc<[u32]> {
+    let mut words = mask.to_vec();
+    words[id as usize / 32] |= 1 << (id % 32);
+    words.into()
 }
 
 fn clear(words: &mut [u32], id: u32) {
@@ -121,8 +131,8 @@ impl TokenRules {
     }
 }
 
-/// The thoughts before the text of an answer. A grammar begins after them. In a thought, every id may come that does not
-/// end the answer; after `budget` ids, only the one that ends the thought.
+/// The thoughts before the text of an answer. A grammar begins after them, or after the id that opens a call. In a
+/// thought, every id may come that does not end the answer; after `budget` ids, only the one that ends the thought.
 #[derive(Clone)]
 pub(super) struct ThoughtGuard {
     tokens: ThoughtTokens,
@@ -144,10 +154,14 @@ impl ThoughtGuard {
         self.at != ThoughtStart::After
     }
 
-    /// Takes the next id of the answer. Returns whether the id belongs to a thought.
-    fn take(&mut self, id: u32) -> bool {
+    /// Takes the next id of the answer. Returns whether the id belongs to a thought. `opens_call`: the id opens a call.
+    fn take(&mut self, id: u32, opens_call: bool) -> bool {
         match self.at {
             ThoughtStart::After => return false,
+            _ if opens_call => {
+                self.at = ThoughtStart::After;
+                return false;
+            }
             ThoughtStart::Before if id == self.tokens.open => self.at = ThoughtStart::Inside,
             ThoughtStart::Before => {
                 self.at = ThoughtStart::After;
@@ -164,6 +178,89 @@ impl ThoughtGuard {
     }
 }
 
+/// The calls of an answer, for models with control tokens for them. Before the first call, the text of the answer is
+/// free, unless a call is required. Each call obeys a grammar. After a call, only another call may follow, or the end.
+#[derive(Clone)]
+pub(super) struct CallGuard {
+    tokens: CallTokens,
+    grammar: Grammar,
+    is_required: bool,
+    is_parallel: bool,
+    /// The ids that consist of white space.
+    blanks: Arc<[u32]>,
+    at: CallPlace,
+    /// The number of calls that have begun.
+    calls: usize,
+}
+
+#[derive(Clone)]
+enum CallPlace {
+    /// In the text before the first call. `is_empty`: there is no text yet.
+    Text {
+        is_empty: bool,
+    },
+    Inside(Constraint),
+    /// After a call. One token of white space may follow.
+    After {
+        is_blank: bool,
+    },
+}
+
+impl CallGuard {
+    /// A guard of calls that match `grammar`. `blanks` is the mask of the ids that consist of white space.
+    pub(super) fn new(
+        tokens: &CallTokens,
+        grammar: Grammar,
+        is_required: bool,
+        is_parallel: bool,
+        blanks: &[u32],
+    ) -> Self {
+        let (tokens, blanks, at) = (tokens.clone(), blanks.into(), CallPlace::Text { is_empty: true });
+        Self { tokens, grammar, is_required, is_parallel, blanks, at, calls: 0 }
+    }
+
+    /// Takes the next id of the answer, which belongs to no thought. Returns whether the id belongs to the text before
+    /// the first call.
+    fn take(&mut self, id: u32) -> Result<bool, TextError> {
+        let opens = id == self.tokens.open;
+        match &mut self.at {
+            CallPlace::Inside(_) if Some(id) == self.tokens.close => {
+                self.at = CallPlace::After { is_blank: false }
+            }
+            CallPlace::Inside(constraint) if !opens => constraint.push(id)?,
+            CallPlace::Text { is_empty } if !opens => {
+                *is_empty = false;
+                return Ok(true);
+            }
+            CallPlace::After { is_blank } if !opens => *is_blank = true,
+            _ => {
+                self.calls += 1;
+                self.at = CallPlace::Inside(self.grammar.start());
+            }
+        }
+        Ok(false)
+    }
+
+    /// The ids that may come in a call or after one. `None` = in the text before the first call. `ends` are the ids that
+    /// end the answer.
+    fn mask(&mut self, ends: &[u32]) -> Result<Option<Arc<[u32]>>, TextError> {
+        let (tokens, blanks) = (&self.tokens, &self.blanks);
+        let may_call = self.is_parallel && self.calls < MAX_TOOLS;
+        let after = || if may_call { with(ends, tokens.open) } else { ends.into() };
+        match &mut self.at {
+            CallPlace::Text { .. } => Ok(None),
+            CallPlace::Inside(constraint) => Ok(Some(match tokens.close {
+                Some(close) => constraint.part_mask(&with(&vec![0; ends.len()], close))?,
+                None => constraint.part_mask(&after())?,
+            })),
+            CallPlace::After { is_blank: true } => Ok(Some(after())),
+            CallPlace::After { is_blank: false } => {
+                Ok(Some(after().iter().zip(&**blanks).map(|(word, blank)| word | blank).collect()))
+            }
+        }
+    }
+}
+
 /// Restricts one answer to a grammar, to rules, or to both. The engine must stop at the ids that end an answer. Only
 /// the mask decides when these ids may come: the engine must not forbid them. If no other ids may come, the answer
 /// ends, even before its minimum length.
@@ -173,6 +270,8 @@ pub(super) struct AnswerMask {
     rules: Option<Arc<TokenRules>>,
     /// `None` = the answer has no thoughts.
     thoughts: Option<ThoughtGuard>,
+    /// `None` = the answer has no calls between control tokens.
+    calls: Option<CallGuard>,
     vocab_size: usize,
     /// The ids that end an answer.
     end_ids: Arc<[u32]>,
@@ -202,6 +301,7 @@ impl AnswerMask {
             constraint,
             rules: rules.map(Arc::new),
             thoughts: None,
+            calls: None,
             vocab_size,
             end_ids: mask_of(vocab_size, ends).into(),
             min_tokens,
@@ -220,6 +320,12 @@ impl AnswerMask {
             false => Arc::default(),
         };
         Self { thoughts: Some(ThoughtGuard { inside, ..guard }), ..self }
+    }
+
+    /// The answer may call tools.
+    #[must_use]
+    pub(super) fn with_calls(self, guard: CallGuard) -> Self {
+        Self { calls: Some(guard), ..self }
     }
 
     fn timed<T>(&mut self, work: impl FnOnce(&mut Self) -> T) -> T {
@@ -244,15 +350,28 @@ impl AnswerMask {
     /// The mask of the ids that may follow `answer`, which the constraint has consumed.
     fn computed(&mut self, answer: &[u32]) -> Result<Arc<[u32]>, String> {
         let may_end = answer.len() >= self.min_tokens;
-        let mut opens = None;
+        let mut opens = Vec::new();
         match &self.thoughts {
             Some(guard) if guard.at == ThoughtStart::Inside => return self.in_a_thought(guard, answer),
-            Some(guard) if guard.at == ThoughtStart::Before => opens = Some(guard.tokens.open),
+            Some(guard) if guard.at == ThoughtStart::Before => opens.push(guard.tokens.open),
             _ => {}
         }
+        let calls = self.calls.as_mut().map(|calls| calls.mask(&self.end_ids)).transpose();
+        let in_calls = calls.map_err(|error| error.to_string())?.flatten();
         // A grammar decides itself when end ids may come, and knows when nothing else may come.
-        let grammar = self.constraint.as_mut().map(|constraint| constraint.mask(may_end));
-        let grammar = grammar.transpose().map_err(|error| error.to_string())?;
+        let grammar = match (in_calls, &self.calls) {
+            (Some(mask), _) => Some(mask),
+            (None, Some(calls)) if calls.is_required => {
+                Some(mask_of(self.vocab_size, [calls.tokens.open]).into())
+            }
+            (None, calls) => {
+                // A call may come in place of a text that must match a grammar.
+                let is_empty = |calls: &&CallGuard| matches!(calls.at, CallPlace::Text { is_empty: true });
+                opens.extend(calls.as_ref().filter(is_empty).map(|calls| calls.tokens.open));
+                let grammar = self.constraint.as_mut().map(|constraint| constraint.mask(may_end));
+                grammar.transpose().map_err(|error| error.to_string())?
+            }
+        };
         let has_grammar = grammar.is_some();
         let mut mask = match (grammar, &self.rules) {
             (Some(mask), _) => mask,
@@ -260,10 +379,8 @@ impl AnswerMask {
             (None, Some(rules)) => Arc::clone(&rules.allowed),
             (None, None) => self.every_id(),
         };
-        if let Some(open) = opens {
-            let mut words = mask.to_vec();
-            words[open as usize / 32] |= 1 << (open % 32);
-            mask = words.into();
+        for open in opens {
+            mask = with(&mask, open);
         }
         let too_early = (!may_end && !has_grammar).then_some(&*self.end_ids);
         let Some(rules) = &self.rules else { return Ok(without(&mask, too_early)) };
@@ -293,10 +410,12 @@ impl AnswerMask {
             self.mask = None;
         }
         for id in new {
-            let is_thought = self.thoughts.as_mut().is_some_and(|guard| guard.take(*id));
-            if let Some(constraint) = &mut self.constraint
-                && !is_thought
-            {
+            let opens_call = self.calls.as_ref().is_some_and(|calls| calls.tokens.open == *id);
+            if self.thoughts.as_mut().is_some_and(|guard| guard.take(*id, opens_call)) {
+                continue;
+            }
+            let is_text = self.calls.as_mut().map_or(Ok(true), |calls| calls.take(*id))?;
+            if let Some(constraint) = self.constraint.as_mut().filter(|_| is_text) {
                 constraint.push(*id)?;
             }
         }
@@ -320,11 +439,17 @@ impl TokenMask for AnswerMask {
         if let Err(error) = self.timed(|mask| mask.take(answer)) {
             self.mask = Some(self.fail(error.to_string()));
         }
-        let is_text = self.thoughts.as_ref().is_none_or(|guard| !guard.may_think());
-        let is_free = is_text && self.constraint.as_ref().is_none_or(Constraint::is_free);
-        match is_free && self.rules.is_none() && answer.len() >= self.min_tokens {
-            true => Restriction::Over,
-            false => Restriction::Binding,
+        let is_free = self.constraint.as_ref().is_none_or(Constraint::is_free);
+        let is_free = is_free && self.rules.is_none() && answer.len() >= self.min_tokens;
+        let may_think = self.thoughts.as_ref().is_some_and(ThoughtGuard::may_think);
+        let is_limited = self.thoughts.as_ref().is_some_and(|guard| guard.budget.is_some());
+        match &self.calls {
+            _ if !is_free || may_think && is_limited => Restriction::Binding,
+            Some(CallGuard { at: CallPlace::Text { .. }, is_required: false, .. }) => Restriction::Idle,
+            Some(_) => Restriction::Binding,
+            // A thought ends the restriction only if it cannot become one again.
+            None if may_think => Restriction::Binding,
+            None => Restriction::Over,
         }
     }
 

@@ -9,7 +9,7 @@ use crate::text::{Message, PromptEnding, TemplateKwargs};
 /// `messages` is empty, and the prompt is passed separately.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub struct GenerateRequest {
-    /// The roles are system, developer, user and assistant. Tool calls and their results are text in the messages.
+    /// The roles are system, developer, user, assistant, and tool for the results of calls.
     pub messages: Vec<Message>,
     pub max_tokens: Option<usize>,
     pub sampling: SamplingOptions,

@@ -4,14 +4,17 @@ use std::hash::{BuildHasher, Hasher};
 use std::sync::Arc;
 
 use super::answer::AnswerText;
+use super::conversation::as_text;
 use super::error::SessionError;
-use super::mask::{AnswerMask, Failure, ThoughtGuard, TokenRules};
+use super::grammar::ResponseGrammar;
+use super::mask::{AnswerMask, CallGuard, Failure, ThoughtGuard, TokenRules};
 use super::request::{GenerateRequest, Truncation};
+use super::tools::ToolChoice;
 use crate::engine::{EngineHandle, Request};
 use crate::model::{SamplingOptions, SamplingParams};
 use crate::text::{
-    CallReader, ChatTemplate, Constraint, Grammars, Message, PromptEnding, StopMatcher, TemplateKwargs,
-    TextError, ThoughtTokens, Tokenizer,
+    CallFormat, CallReader, ChatTemplate, Constraint, Grammar, Grammars, PromptEnding, StopMatcher,
+    TemplateInput, TextError, Tokenizer,
 };
 
 /// The variable with which chat templates turn thoughts on and off.
@@ -22,6 +25,8 @@ pub struct Service {
     engine: EngineHandle,
     tokenizer: Tokenizer,
     template: ChatTemplate,
+    /// How the model calls tools.
+    calls: CallFormat,
     grammars: Grammars,
     /// Default values of the sampling options.
     defaults: SamplingOptions,
@@ -51,18 +56,37 @@ impl Service {
         };
         let longest = (0..tokenizer.vocab_size() as u32).map(bytes).max();
         let longest_token_bytes = longest.unwrap_or(1).max(1);
+        let calls = CallFormat::of(&template, &tokenizer);
         let grammars = Grammars::new(tokenizer.clone(), engine.limits().vocab_size, &stop_token_ids);
-        Self {
+        let service = Self {
             engine,
             tokenizer,
             template,
+            calls: CallFormat::plain(),
             grammars,
             defaults,
             stop_token_ids,
             suppress_tokens: Vec::new(),
             special_in_content: false,
             longest_token_bytes,
-        }
+        };
+        service.with_calls(calls)
+    }
+
+    /// Sets how the model calls tools. Without it, the template and the vocabulary decide.
+    #[must_use]
+    pub fn with_calls(self, calls: CallFormat) -> Self {
+        let mut stop_token_ids = self.stop_token_ids;
+        let end = calls.tokens.as_ref().and_then(|tokens| tokens.end);
+        stop_token_ids.extend(end.filter(|end| !stop_token_ids.contains(end)));
+        let vocab_size = self.engine.limits().vocab_size;
+        let grammars = Grammars::new(self.tokenizer.clone(), vocab_size, &stop_token_ids).with_calls(&calls);
+        Self { calls, grammars, stop_token_ids, ..self }
+    }
+
+    /// How the model calls tools.
+    pub fn call_format(&self) -> &CallFormat {
+        &self.calls
     }
 
     /// Sets whether the names of control tokens in the text of messages become control tokens, as in transformers.
@@ -100,23 +124,28 @@ impl Service {
     /// Renders and tokenizes a request. The caller passes the result to [`EngineHandle::submit`], and pushes the events
     /// of each answer into a separate copy of the [`AnswerText`]. A long conversation takes seconds of CPU time.
     pub fn prepare(&self, request: &GenerateRequest) -> Result<(Request, AnswerText), SessionError> {
-        let thoughts = self.tokenizer.thought_tokens();
-        let (engine, answer) = self.prepare_answer(request, thoughts, |_| self.conversation(request))?;
+        let (engine, answer) = self.prepare_answer(request, true, |_| self.conversation(request))?;
         Ok((engine, if request.ending == PromptEnding::Answer { answer.at_start() } else { answer }))
     }
 
     /// The token ids of the request's conversation, with the descriptions of its tools.
     pub fn conversation(&self, request: &GenerateRequest) -> Result<Vec<u32>, SessionError> {
-        let messages = request.tools.describe_in(&request.messages);
-        let variables = &request.template_kwargs;
-        match request.thinking.enabled {
-            None => self.prompt(&messages, request.ending, variables, self.kept(request)),
-            Some(enabled) => {
-                // A variable that the client itself sets takes precedence.
-                let variables = variables.or(THINKING_VARIABLE, enabled);
-                self.prompt(&messages, request.ending, &variables, self.kept(request))
-            }
+        let GenerateRequest { messages, tools, ending, template_kwargs: kwargs, .. } = request;
+        // A variable that the client itself sets takes precedence.
+        let with_thinking = request.thinking.enabled.map(|enabled| kwargs.or(THINKING_VARIABLE, enabled));
+        let kwargs = with_thinking.as_ref().unwrap_or(kwargs);
+        let (messages, tools) = match self.calls.syntax.in_template {
+            true => (self.template.arrange(messages), tools.for_template()),
+            false => (self.template.arrange(&tools.describe_in(&as_text(messages))), Vec::new()),
+        };
+        let input = TemplateInput { messages: &messages, tools: &tools, kwargs, ending: *ending };
+        let keep = self.kept(request);
+        if self.special_in_content {
+            let text = self.template.text(&input).map_err(|error| self.refusal(error))?;
+            return self.encode(&text, false, keep);
         }
+        let prompt = self.template.prompt(&self.tokenizer, &input).map_err(|error| self.refusal(error))?;
+        self.ids(prompt.text.len(), keep, || prompt.ids(&self.tokenizer))
     }
 
     /// How many of the prompt's last ids to keep. `None` = all.
@@ -137,14 +166,14 @@ impl Service {
         request: &GenerateRequest,
         prompt: impl FnOnce(Option<usize>) -> Result<Vec<u32>, E>,
     ) -> Result<(Request, AnswerText), E> {
-        self.prepare_answer(request, None, prompt)
+        self.prepare_answer(request, false, prompt)
     }
 
-    /// [`Self::prepare_with`] for an answer that may have thoughts between these tokens.
+    /// [`Self::prepare_with`], for an answer in a conversation or for a text. Only the former has thoughts and calls.
     fn prepare_answer<E: From<SessionError>>(
         &self,
         request: &GenerateRequest,
-        thoughts: Option<ThoughtTokens>,
+        is_conversation: bool,
         prompt: impl FnOnce(Option<usize>) -> Result<Vec<u32>, E>,
     ) -> Result<(Request, AnswerText), E> {
         let stops = StopMatcher::new(&request.stop).map_err(|e| match e {
@@ -158,9 +187,14 @@ impl Service {
         }
         self.check_ids("stop_token_ids", &request.stop_token_ids)?;
         let constraint = self.constraint(request)?;
-        let rules = self.rules(request, constraint.is_some())?;
-        let biases = request.logit_bias.iter().filter(|(id, _)| !self.suppress_tokens.contains(id));
-        let suppressed = self.suppress_tokens.iter().map(|id| (*id, f32::NEG_INFINITY));
+        let calls = self.call_guard(request)?;
+        let rules = self.rules(request, constraint.is_some() || calls.is_some())?;
+        // A model that may call no tool does not begin a call.
+        let open = self.calls.tokens.as_ref().map(|tokens| tokens.open);
+        let unwanted = open.filter(|_| is_conversation && calls.is_none());
+        let suppressed: Vec<u32> = self.suppress_tokens.iter().copied().chain(unwanted).collect();
+        let biases = request.logit_bias.iter().filter(|(id, _)| !suppressed.contains(id));
+        let suppressed = suppressed.iter().map(|id| (*id, f32::NEG_INFINITY));
         let mut sampling = SamplingParams {
             logit_bias: biases.copied().chain(suppressed).collect(),
             logprobs: request.logprobs,
@@ -179,10 +213,14 @@ impl Service {
             ..Request::new(prompt(self.kept(request))?)
         };
         let mut answer = AnswerText::new(self.tokenizer.detokenizer(true), stops);
-        let names: Vec<String> = request.tools.callable().map(|(_, tool)| tool.name.clone()).collect();
-        if !names.is_empty() {
-            answer = answer.with_calls(CallReader::new(names));
+        let tools = || request.tools.callable().map(|(_, tool)| tool);
+        if self.calls.tokens.is_some() && is_conversation {
+            let tools = tools().map(|tool| (tool.name.as_str(), &tool.parameters));
+            answer = answer.with_marked_calls(&self.calls, tools);
+        } else if tools().next().is_some() {
+            answer = answer.with_calls(CallReader::new(tools().map(|tool| tool.name.clone()).collect()));
         }
+        let thoughts = self.tokenizer.thought_tokens().filter(|_| is_conversation);
         let thoughts = thoughts.map(|tokens| (tokens, tokens.start_after(&engine.prompt)));
         if let Some((tokens, start)) = thoughts {
             answer = answer.with_thoughts(tokens, start);
@@ -190,7 +228,7 @@ impl Service {
         let budget = request.thinking.budget;
         let guard = thoughts.map(|(tokens, start)| ThoughtGuard::new(tokens, start, budget));
         let is_limited = budget.is_some() && guard.as_ref().is_some_and(ThoughtGuard::may_think);
-        if constraint.is_some() || rules.is_some() || is_limited {
+        if constraint.is_some() || calls.is_some() || rules.is_some() || is_limited {
             // When a grammar is complete, only the ids that end the answer may follow. So the engine must not forbid
             // these ids because of the minimum length. The mask enforces that length instead.
             let least = std::mem::take(&mut sampling.min_tokens);
@@ -199,6 +237,10 @@ impl Service {
             let mask = AnswerMask::new(vocab_size, &self.stop_token_ids, least, constraint, rules, failure);
             let mask = match guard {
                 Some(guard) => mask.after_thoughts(guard),
+                None => mask,
+            };
+            let mask = match calls {
+                Some(calls) => mask.with_calls(calls),
                 None => mask,
             };
             engine.mask = Some(Box::new(mask));
@@ -240,44 +282,50 @@ impl Service {
         }
     }
 
-    /// The compiled grammar of each answer, if the request has one.
+    /// The compiled grammar of the text of each answer, if the request has one. It includes calls without control tokens.
     fn constraint(&self, request: &GenerateRequest) -> Result<Option<Constraint>, SessionError> {
-        let Some((grammar, from_the_start)) = request.tools.grammar(request.grammar.as_ref())? else {
-            return Ok(None);
+        let response = request.grammar.as_ref();
+        let is_parallel = self.calls.syntax.is_parallel;
+        let grammar = match &self.calls.tokens {
+            // The answer has no text if a call is required.
+            Some(_) if request.tools.choice == ToolChoice::Required => None,
+            Some(_) => response.map(|response| (response.clone(), true)),
+            None => request.tools.grammar(response, is_parallel)?,
         };
-        let compiled = self.grammars.compile(&grammar.source).map_err(|error| match error {
+        let Some((grammar, from_the_start)) = grammar else { return Ok(None) };
+        let compiled = self.compiled(request, &grammar)?;
+        Ok(Some(if from_the_start { compiled.start() } else { compiled.start_if_opened() }))
+    }
+
+    /// The rules for calls between control tokens, if the answer may have any.
+    fn call_guard(&self, request: &GenerateRequest) -> Result<Option<CallGuard>, SessionError> {
+        let Some(tokens) = &self.calls.tokens else { return Ok(None) };
+        let Some(grammar) = request.tools.call_grammar(&self.calls) else { return Ok(None) };
+        let compiled = self.compiled(request, &grammar)?;
+        let is_parallel = request.tools.parallel && self.calls.syntax.is_parallel;
+        let is_required = request.tools.choice == ToolChoice::Required;
+        Ok(Some(CallGuard::new(tokens, compiled, is_required, is_parallel, self.grammars.blanks())))
+    }
+
+    fn compiled(
+        &self,
+        request: &GenerateRequest,
+        grammar: &ResponseGrammar,
+    ) -> Result<Grammar, SessionError> {
+        self.grammars.compile(&grammar.source).map_err(|error| match error {
             TextError::Grammar(problem) => SessionError::invalid(&grammar.param, problem),
             TextError::Schema { part, problem } => match request.tools.tool_of_part(part) {
                 Some(tool) => SessionError::invalid(&tool.param, format!("tool {:?}: {problem}", tool.name)),
                 None => SessionError::invalid(&grammar.param, problem),
             },
             other => SessionError::text(other),
-        })?;
-        Ok(Some(if from_the_start { compiled.start() } else { compiled.start_if_opened() }))
+        })
     }
 
     /// The text of a single token. An incomplete character becomes U+FFFD.
     pub fn piece(&self, id: u32) -> String {
         let bytes = self.tokenizer.token_bytes(id).unwrap_or_default();
         String::from_utf8_lossy(&bytes).into_owned()
-    }
-
-    /// The token ids of a conversation with the ending `ending`; only the last `keep` ids, if that is set.
-    pub fn prompt(
-        &self,
-        messages: &[Message],
-        ending: PromptEnding,
-        kwargs: &TemplateKwargs,
-        keep: Option<usize>,
-    ) -> Result<Vec<u32>, SessionError> {
-        let turns = self.template.arrange(messages);
-        if self.special_in_content {
-            let text = self.template.text(&turns, ending, kwargs).map_err(|error| self.refusal(error))?;
-            return self.encode(&text, false, keep);
-        }
-        let prompt = self.template.prompt(&self.tokenizer, &turns, ending, kwargs);
-        let prompt = prompt.map_err(|error| self.refusal(error))?;
-        self.ids(prompt.text.len(), keep, || prompt.ids(&self.tokenizer))
     }
 
     /// The token ids of a raw prompt. Names of control tokens become control tokens. `special` adds the ids that begin

@@ -1,15 +1,18 @@
-//! Tool calls for a model without special tokens for tools.
+//! The tools of a request, in the prompt and in the grammar of the answer.
 //!
-//! The first user turn begins with the system text, followed by the tools and how to call them. A reply that calls
-//! tools is only JSON: an object `{"name": NAME, "parameters": {...}}`, or an array of such objects. A grammar
-//! restricts a call to the schema of the parameters. If a call is required, the grammar applies from the first token.
-//! Otherwise it applies only if the first token opens an object or an array; every other answer is free text.
+//! Some models have control tokens for calls ([`CallFormat`]). Their template describes the tools. A grammar restricts
+//! each call to the schema of the parameters, from the token that opens the call to the one that closes it.
+//!
+//! For other models, the first user turn begins with the system text, followed by the tools and how to call them, unless
+//! the template describes the tools. A reply that calls tools is only JSON: an object
+//! `{"name": NAME, "parameters": {...}}`, or an array of such objects. If a call is required, the grammar applies from the
+//! first token. Otherwise it applies only if the first token opens an object or an array; every other answer is free text.
 
 use serde_json::{Value, json};
 
 use super::error::SessionError;
 use super::grammar::ResponseGrammar;
-use crate::text::{GrammarSource, Message, SchemaPart};
+use crate::text::{CallFormat, CallTool, GrammarSource, Message, SchemaPart};
 
 /// Maximum number of tools in a request, and of calls in an answer. OpenAI has the same limit for tools.
 pub const MAX_TOOLS: usize = 128;
@@ -60,6 +63,19 @@ impl Tools {
         self.offered().iter().enumerate().filter(move |(place, _)| may(place))
     }
 
+    /// The tools in the form in which templates read them, which is OpenAI's.
+    pub fn for_template(&self) -> Vec<Value> {
+        let function = |Tool { name, description, parameters, .. }: &Tool| {
+            let mut function = json!({"name": name});
+            if let Some(description) = description {
+                function["description"] = json!(description);
+            }
+            function["parameters"] = parameters.clone();
+            json!({"type": "function", "function": function})
+        };
+        self.offered().iter().map(function).collect()
+    }
+
     /// The messages, with an additional system message that describes the tools. Its text does not depend on which
     /// tools may be called, so that requests with different choices share blocks of the prefix cache.
     pub fn describe_in(&self, messages: &[Message]) -> Vec<Message> {
@@ -85,11 +101,26 @@ impl Tools {
         described
     }
 
-    /// The grammar of an answer, and whether it applies from the first token. `None` if the answer may be any text.
-    /// `response` is the grammar of an answer that does not call tools.
+    /// The grammar of one call, for a format with control tokens. `None` if no tool may be called.
+    pub fn call_grammar(&self, format: &CallFormat) -> Option<ResponseGrammar> {
+        let tool = |(_, Tool { name, parameters, strict, .. }): (usize, &Tool)| CallTool {
+            name: name.clone(),
+            parameters: SchemaPart { schema: closed(parameters), strict: *strict },
+        };
+        let tools: Vec<CallTool> = self.callable().map(tool).collect();
+        (!tools.is_empty()).then(|| ResponseGrammar {
+            source: GrammarSource::Call { format: format.clone(), tools },
+            param: "tools".to_owned(),
+        })
+    }
+
+    /// The grammar of an answer whose calls have no control tokens, and whether it applies from the first token. `None`
+    /// if the answer may be any text. `response` is the grammar of an answer that does not call tools. `is_parallel` is
+    /// whether the model can make several calls at once.
     pub fn grammar(
         &self,
         response: Option<&ResponseGrammar>,
+        is_parallel: bool,
     ) -> Result<Option<(ResponseGrammar, bool)>, SessionError> {
         if self.offered().is_empty() {
             return Ok(response.map(|response| (response.clone(), true)));
@@ -105,7 +136,7 @@ impl Tools {
             }));
             parts.push(SchemaPart { schema: closed(&tool.parameters), strict: tool.strict });
         }
-        if self.parallel {
+        if self.parallel && is_parallel {
             let several =
                 json!({"type": "array", "items": {"anyOf": options}, "minItems": 1, "maxItems": MAX_TOOLS});
             options.push(several);

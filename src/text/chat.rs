@@ -4,37 +4,82 @@
 //! are not trusted. The text is passed to the template unchanged. `provenance.rs` prevents it from becoming control
 //! tokens.
 
-use serde::ser::SerializeStruct;
+use serde::ser::SerializeMap;
 use serde::{Deserialize, Serialize, Serializer};
+use serde_json::{Map, Value, json};
+
+use super::kwargs::{self, Keys};
 
 /// One message of a conversation. The wire formats refuse content other than text.
-#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Default, Deserialize)]
+#[serde(default)]
 pub struct Message {
     pub role: String,
     pub content: String,
     /// What the assistant thought before this message. The template decides whether the model sees it.
-    #[serde(default, alias = "reasoning_content")]
+    #[serde(alias = "reasoning_content")]
     pub reasoning: Option<String>,
+    /// The tools that the assistant called after this message's text.
+    pub tool_calls: Vec<ToolCall>,
+    /// For the result of a call: the id of the call.
+    pub tool_call_id: Option<String>,
+    /// For the result of a call: the tool.
+    pub name: Option<String>,
 }
 
-/// Templates read a thought under one of two names.
+/// A call in a message of the assistant.
+#[derive(Debug, Clone, PartialEq, Deserialize)]
+pub struct ToolCall {
+    #[serde(default)]
+    pub id: String,
+    pub function: CalledFunction,
+}
+
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct CalledFunction {
+    pub name: String,
+    /// An object, or a text that is not the JSON of an object.
+    pub arguments: Value,
+    /// The arguments as the model wrote them, unless a client changed them.
+    #[serde(skip)]
+    pub written: String,
+}
+
+/// A message as templates read it: without fields that have no value, and with a thought under either of its names.
 impl Serialize for Message {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        let count = if self.reasoning.is_some() { 4 } else { 2 };
-        let mut fields = serializer.serialize_struct("Message", count)?;
-        fields.serialize_field("role", &self.role)?;
-        fields.serialize_field("content", &self.content)?;
+        let mut fields = serializer.serialize_map(None)?;
+        fields.serialize_entry("role", &self.role)?;
+        fields.serialize_entry("content", &self.content)?;
         if let Some(thought) = &self.reasoning {
-            fields.serialize_field("reasoning_content", thought)?;
-            fields.serialize_field("reasoning", thought)?;
+            fields.serialize_entry("reasoning_content", thought)?;
+            fields.serialize_entry("reasoning", thought)?;
         }
+        if !self.tool_calls.is_empty() {
+            fields.serialize_entry("tool_calls", &self.tool_calls)?;
+        }
+        for (name, value) in [("tool_call_id", &self.tool_call_id), ("name", &self.name)] {
+            if let Some(value) = value {
+                fields.serialize_entry(name, value)?;
+            }
+        }
+        fields.end()
+    }
+}
+
+impl Serialize for ToolCall {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        let mut fields = serializer.serialize_map(Some(3))?;
+        fields.serialize_entry("type", "function")?;
+        fields.serialize_entry("id", &self.id)?;
+        fields.serialize_entry("function", &self.function)?;
         fields.end()
     }
 }
 
 impl Message {
     pub fn new(role: &str, text: &str) -> Self {
-        Self { role: role.to_owned(), content: text.to_owned(), reasoning: None }
+        Self { role: role.to_owned(), content: text.to_owned(), ..Self::default() }
     }
 
     /// The message after this thought.
@@ -43,11 +88,58 @@ impl Message {
         Self { reasoning: thought, ..self }
     }
 
+    /// The result of a call: the text, the call's id and its tool.
+    pub fn result(text: &str, id: &str, tool: &str) -> Self {
+        let (tool_call_id, name) = (Some(id.to_owned()), Some(tool.to_owned()));
+        Self { tool_call_id, name, ..Self::new("tool", text) }
+    }
+
+    /// Whether the message calls tools, or is the result of a call.
+    pub fn is_of_a_call(&self) -> bool {
+        !self.tool_calls.is_empty() || self.tool_call_id.is_some()
+    }
+
+    /// The message with the result of `change` for every text in it except its role and its ids.
+    pub(super) fn with_texts(&self, change: &dyn Fn(&str) -> String) -> Message {
+        let call = |call: &ToolCall| {
+            let CalledFunction { name, arguments, .. } = &call.function;
+            let arguments = kwargs::changed(arguments, Keys::Changed, change);
+            let function = CalledFunction { name: change(name), arguments, written: String::new() };
+            ToolCall { id: call.id.clone(), function }
+        };
+        Message {
+            role: self.role.clone(),
+            content: change(&self.content),
+            reasoning: self.reasoning.as_deref().map(change),
+            tool_calls: self.tool_calls.iter().map(call).collect(),
+            tool_call_id: self.tool_call_id.clone(),
+            name: self.name.as_deref().map(change),
+        }
+    }
+
     /// Bytes of the message's text, plus an estimate of the memory that the message takes in a template.
     pub(super) fn bytes(&self) -> usize {
         const OVERHEAD_BYTES: usize = 512;
         let thought = self.reasoning.as_ref().map_or(0, String::len);
-        self.role.len() + self.content.len() + 2 * thought + OVERHEAD_BYTES
+        let call = |call: &ToolCall| {
+            OVERHEAD_BYTES + call.function.name.len() + kwargs::bytes(&call.function.arguments)
+        };
+        let calls: usize = self.tool_calls.iter().map(call).sum();
+        let name = self.name.as_ref().map_or(0, String::len);
+        self.role.len() + self.content.len() + 2 * thought + calls + name + OVERHEAD_BYTES
+    }
+}
+
+impl ToolCall {
+    /// A call whose arguments are JSON text, or not: a client may have changed what the model wrote.
+    pub fn new(id: String, name: String, arguments: &str) -> Self {
+        let written = arguments.trim();
+        let arguments = match serde_json::from_str::<Map<String, Value>>(written) {
+            Ok(object) => Value::Object(object),
+            Err(_) if written.is_empty() => json!({}),
+            Err(_) => json!(arguments),
+        };
+        Self { id, function: CalledFunction { name, arguments, written: written.to_owned() } }
     }
 }
 
@@ -85,13 +177,11 @@ impl Order {
     }
 
     /// The conversation in this order. It never fails, and no text is lost. `developer` becomes `system`, `model` becomes
-    /// `assistant`, and every other role (`tool`, `function`) becomes `user`.
+    /// `assistant`, and every other role becomes `user`. Calls and their results stay messages of their own.
     pub fn arrange(self, messages: &[Message]) -> Vec<Message> {
         match self {
             Order::Any => {
-                let arranged = |message: &Message| {
-                    Message::new(role(&message.role), &message.content).after(message.reasoning.clone())
-                };
+                let arranged = |message: &Message| Message { role: role(message).into(), ..message.clone() };
                 messages.iter().map(arranged).collect()
             }
             Order::Alternating => normalize(messages),
@@ -107,10 +197,11 @@ impl Order {
     }
 }
 
-fn role(role: &str) -> &'static str {
-    match role {
+fn role(message: &Message) -> &'static str {
+    match message.role.as_str() {
         "system" | "developer" => "system",
         "assistant" | "model" => "assistant",
+        _ if message.tool_call_id.is_some() => "tool",
         _ => "user",
     }
 }
@@ -132,14 +223,14 @@ fn normalize(messages: &[Message]) -> Vec<Message> {
     let mut system: Option<String> = None;
     let mut turns: Vec<Message> = Vec::new();
     for message in messages {
-        match role(&message.role) {
+        match role(message) {
             "system" if turns.is_empty() => {
                 let before = system.unwrap_or_default();
                 system = Some(join_paragraphs(before, &message.content));
             }
-            "assistant" => {
-                let turn = Message::new("assistant", python_trim(&message.content));
-                push_turn(&mut turns, turn.after(message.reasoning.clone()));
+            role @ ("assistant" | "tool") => {
+                let content = python_trim(&message.content).to_owned();
+                push_turn(&mut turns, Message { role: role.into(), content, ..message.clone() });
             }
             _ => push_turn(&mut turns, Message::new("user", python_trim(&message.content))),
         }
@@ -159,7 +250,7 @@ fn normalize(messages: &[Message]) -> Vec<Message> {
 
 fn push_turn(turns: &mut Vec<Message>, turn: Message) {
     match turns.last_mut() {
-        Some(last) if last.role == turn.role => {
+        Some(last) if last.role == turn.role && !last.is_of_a_call() && !turn.is_of_a_call() => {
             last.content = join_paragraphs(std::mem::take(&mut last.content), &turn.content);
             last.reasoning = match (last.reasoning.take(), turn.reasoning) {
                 (Some(before), Some(more)) => Some(join_paragraphs(before, &more)),

@@ -23,6 +23,7 @@ use llguidance::toktrie::{InferenceCapabilities, TokEnv, TokRxInfo, TokTrie, Tok
 use llguidance::{CancellationHandle, JsonCompileOptions, Matcher, ParserFactory, TokenParser};
 use serde_json::{Value, json};
 
+use super::calls::{self, CallFormat, CallTool};
 use super::error::TextError;
 use super::gbnf;
 use super::refusal::Refusal;
@@ -71,6 +72,9 @@ pub enum GrammarSource {
     /// JSON of the schema `form`. It refers to the client's schemas in `parts`: "#/$defs/0" is the first. An error in a
     /// single part is a [`TextError::Schema`].
     JsonParts { form: Value, parts: Vec<SchemaPart> },
+    /// One call of one of these tools, without the control tokens around it. An error in the schema of a tool is a
+    /// [`TextError::Schema`].
+    Call { format: CallFormat, tools: Vec<CallTool> },
     /// A regular expression that matches the whole answer, in the syntax of the `regex` crate, without look-around.
     Regex(String),
     /// A grammar in llguidance's dialect of Lark. The rule `start` matches the whole answer.
@@ -96,6 +100,13 @@ impl GrammarSource {
                 let parts = parts.iter().map(|SchemaPart { schema, strict }| format!(" {strict} {schema}"));
                 format!("parts {form}{}", parts.collect::<String>())
             }
+            Self::Call { format, tools } => {
+                let tools =
+                    tools.iter().map(|CallTool { name, parameters: SchemaPart { schema, strict } }| {
+                        format!(" {} {strict} {schema}", json!(name))
+                    });
+                format!("call {}{}", format.syntax.name, tools.collect::<String>())
+            }
             Self::Regex(regex) => format!("regex {regex}"),
             Self::Lark(grammar) => format!("lark {grammar}"),
             Self::Gbnf(grammar) => format!("gbnf {grammar}"),
@@ -113,6 +124,9 @@ impl GrammarSource {
             }
             Self::JsonParts { form, parts } => {
                 return Ok(Prepared::Schemas { form: form.clone(), parts: parts.clone() });
+            }
+            Self::Call { format, tools } => {
+                return Ok(Prepared::Call { format: format.clone(), tools: tools.clone() });
             }
             Self::Regex(regex) => TopLevelGrammar::from_regex(regex),
             Self::Lark(grammar) if grammar.contains("::=") => {
@@ -150,6 +164,7 @@ impl GrammarSource {
 enum Prepared {
     Grammar(TopLevelGrammar),
     Schemas { form: Value, parts: Vec<SchemaPart> },
+    Call { format: CallFormat, tools: Vec<CallTool> },
 }
 
 impl Prepared {
@@ -159,20 +174,39 @@ impl Prepared {
             Self::Grammar(grammar) => run(grammar).map_err(|refusal| TextError::Grammar(refusal.text)),
             Self::Schemas { form, parts } => {
                 let compiled = schema::compile(&form, &parts, |schema| run(json_grammar(schema)));
-                compiled.map_err(|Problem { part, text }| match part {
-                    Some(part) => TextError::Schema { part, problem: text },
-                    None => TextError::Grammar(text),
-                })
+                compiled.map_err(problem_of_part)
+            }
+            Self::Call { format, tools } => {
+                let parts: Vec<SchemaPart> = tools.iter().map(|tool| tool.parameters.clone()).collect();
+                let form = calls::form(&format, &tools);
+                let prepared = schema::compile(&form, &parts, |schema| {
+                    run(json_grammar(schema.clone())).map(|_| schema)
+                });
+                let lark = calls::lark(&format, &tools, &prepared.map_err(problem_of_part)?, &with_options)
+                    .map_err(|(part, problem)| TextError::Schema { part, problem })?;
+                run(TopLevelGrammar::from_lark(lark)).map_err(|refusal| TextError::Grammar(refusal.text))
             }
         }
     }
 }
 
+fn problem_of_part(Problem { part, text }: Problem) -> TextError {
+    match part {
+        Some(part) => TextError::Schema { part, problem: text },
+        None => TextError::Grammar(text),
+    }
+}
+
 /// A grammar of JSON in which every keyword of the schema is enforced.
-fn json_grammar(mut schema: Value) -> TopLevelGrammar {
+fn json_grammar(schema: Value) -> TopLevelGrammar {
+    TopLevelGrammar::from_json_schema(with_options(schema))
+}
+
+/// A schema with the options of its JSON.
+fn with_options(mut schema: Value) -> Value {
     let whitespace_pattern = Some(WHITESPACE.into());
     JsonCompileOptions { whitespace_pattern, ..JsonCompileOptions::default() }.apply_to(&mut schema);
-    TopLevelGrammar::from_json_schema(schema)
+    schema
 }
 
 /// Compiles grammars for one model. Caches the most recently used ones.
@@ -201,6 +235,8 @@ struct Vocabulary {
     /// Mask for free text: all ids, including special tokens and ids without a token.
     all: Arc<[u32]>,
     all_but_ends: Arc<[u32]>,
+    /// Mask of the ids that the grammar of a call may allow: text, and the control token within a call.
+    text_of_calls: Vec<u32>,
     /// Mask of the ids that consist of white space.
     blanks: Vec<u32>,
     /// Mask of the ids whose first character other than white space opens an object or an array.
@@ -213,12 +249,14 @@ pub struct Grammar {
     vocabulary: Arc<Vocabulary>,
     /// A matcher at the start of the grammar. Each answer gets a copy.
     matcher: Arc<Matcher>,
+    is_call: bool,
 }
 
 /// The position of one answer in its grammar.
 pub struct Constraint {
     vocabulary: Arc<Vocabulary>,
     matcher: Matcher,
+    is_call: bool,
     applies: Applies,
     /// Time left of the answer's limit.
     time: Duration,
@@ -227,8 +265,8 @@ pub struct Constraint {
 
 impl Clone for Constraint {
     fn clone(&self) -> Self {
-        let Self { vocabulary, matcher, applies, time, .. } = self;
-        Self::new(vocabulary, matcher.clone(), *applies, *time)
+        let Self { vocabulary, matcher, is_call, applies, time, .. } = self;
+        Self::new(vocabulary, matcher.clone(), *is_call, *applies, *time)
     }
 }
 
@@ -245,7 +283,8 @@ impl Grammars {
     /// `rows` is the number of the model's ids. Each of `stop_token_ids` ends an answer.
     pub fn new(tokenizer: Tokenizer, rows: usize, stop_token_ids: &[u32]) -> Self {
         let stops: Vec<TokenId> = stop_token_ids.iter().copied().filter(|id| (*id as usize) < rows).collect();
-        let is_text = |id: u32| !tokenizer.is_special(id) && !stops.contains(&id) && tokenizer.contains(id);
+        // The syntax of thoughts and calls is no text, even if the tokenizer's file does not list it as special.
+        let is_text = |id: u32| !tokenizer.is_control(id) && !stops.contains(&id) && tokenizer.contains(id);
         let text = mask_of(rows, (0..rows as u32).filter(|id| is_text(*id)));
         let ends = mask_of(rows, stops.iter().copied()).into();
         let all = mask_of(rows, 0..rows as u32).into();
@@ -256,8 +295,19 @@ impl Grammars {
         let blanks = mask_of(rows, (0..rows as u32).filter(|id| starts(*id, |bytes| bytes.is_empty())));
         let opens = |bytes: &[u8]| matches!(bytes.first(), Some(b'{' | b'['));
         let openers = mask_of(rows, (0..rows as u32).filter(|id| starts(*id, opens)));
-        let vocabulary =
-            Arc::new(Vocabulary { tokenizer, rows, stops, text, ends, all, all_but_ends, blanks, openers });
+        let text_of_calls = text.clone();
+        let vocabulary = Arc::new(Vocabulary {
+            tokenizer,
+            rows,
+            stops,
+            text,
+            ends,
+            all,
+            all_but_ends,
+            text_of_calls,
+            blanks,
+            openers,
+        });
         Self {
             vocabulary,
             factory: OnceLock::new(),
@@ -265,6 +315,22 @@ impl Grammars {
             compiling: Arc::default(),
             compiled: AtomicU64::new(0),
         }
+    }
+
+    /// Grammars of calls in this format may be compiled.
+    #[must_use]
+    pub fn with_calls(mut self, format: &CallFormat) -> Self {
+        let vocabulary = Arc::get_mut(&mut self.vocabulary).expect("no grammar is compiled yet");
+        let mark = format.tokens.as_ref().and_then(|tokens| tokens.mark());
+        if let Some(id) = mark.filter(|id| (*id as usize) < vocabulary.rows) {
+            vocabulary.text_of_calls[id as usize / 32] |= 1 << (id % 32);
+        }
+        self
+    }
+
+    /// The mask of the ids that consist of white space.
+    pub fn blanks(&self) -> &[u32] {
+        &self.vocabulary.blanks
     }
 
     /// Prepares the vocabulary, so that the first grammar does not wait for it. If that fails, the first grammar gets
@@ -289,12 +355,14 @@ impl Grammars {
         if let Some(grammar) = self.cached(&key) {
             return Ok(grammar);
         }
-        let grammar = self.compile_uncached(source.prepared()?).map_err(|error| match (source, error) {
-            (GrammarSource::JsonSchema { .. }, TextError::Schema { problem, .. }) => {
-                TextError::Grammar(problem)
-            }
-            (_, error) => error,
-        })?;
+        let is_call = matches!(source, GrammarSource::Call { .. });
+        let grammar =
+            self.compile_uncached(source.prepared()?, is_call).map_err(|error| match (source, error) {
+                (GrammarSource::JsonSchema { .. }, TextError::Schema { problem, .. }) => {
+                    TextError::Grammar(problem)
+                }
+                (_, error) => error,
+            })?;
         self.keep(key, grammar.clone());
         Ok(grammar)
     }
@@ -304,9 +372,10 @@ impl Grammars {
         self.compiled.load(Ordering::Relaxed)
     }
 
-    fn compile_uncached(&self, prepared: Prepared) -> Result<Grammar, TextError> {
+    fn compile_uncached(&self, prepared: Prepared, is_call: bool) -> Result<Grammar, TextError> {
         let matcher = self.matcher(self.factory()?, prepared)?;
-        let grammar = Grammar { vocabulary: Arc::clone(&self.vocabulary), matcher: Arc::new(matcher) };
+        let vocabulary = Arc::clone(&self.vocabulary);
+        let grammar = Grammar { vocabulary, matcher: Arc::new(matcher), is_call };
         // A grammar that allows no first id is an error. The first mask gives the reason.
         grammar.start().mask(true)?;
         Ok(grammar)
@@ -361,12 +430,15 @@ fn bounded_key(source: &GrammarSource) -> Result<String, TextError> {
     if key.len() <= MAX_GRAMMAR_BYTES {
         return Ok(key);
     }
-    if let GrammarSource::JsonParts { parts, .. } = source {
-        for (part, SchemaPart { schema, .. }) in parts.iter().enumerate() {
-            let bytes = schema.to_string().len();
-            if bytes > MAX_GRAMMAR_BYTES {
-                return Err(TextError::Schema { part, problem: problem(bytes) });
-            }
+    let parts: Vec<&SchemaPart> = match source {
+        GrammarSource::JsonParts { parts, .. } => parts.iter().collect(),
+        GrammarSource::Call { tools, .. } => tools.iter().map(|tool| &tool.parameters).collect(),
+        _ => Vec::new(),
+    };
+    for (part, SchemaPart { schema, .. }) in parts.into_iter().enumerate() {
+        let bytes = schema.to_string().len();
+        if bytes > MAX_GRAMMAR_BYTES {
+            return Err(TextError::Schema { part, problem: problem(bytes) });
         }
     }
     Err(TextError::Grammar(problem(key.len())))
@@ -469,7 +541,7 @@ impl TokenizerEnv for Environment {
 impl Grammar {
     /// A constraint for a new answer. It shares no state with other answers.
     pub fn start(&self) -> Constraint {
-        Constraint::new(&self.vocabulary, self.matcher.deep_clone(), Applies::Yes, TIME)
+        Constraint::new(&self.vocabulary, self.matcher.deep_clone(), self.is_call, Applies::Yes, TIME)
     }
 
     /// A constraint for a new answer that may be free text. The grammar applies only if the first character other than
@@ -480,9 +552,15 @@ impl Grammar {
 }
 
 impl Constraint {
-    fn new(vocabulary: &Arc<Vocabulary>, matcher: Matcher, applies: Applies, time: Duration) -> Self {
+    fn new(
+        vocabulary: &Arc<Vocabulary>,
+        matcher: Matcher,
+        is_call: bool,
+        applies: Applies,
+        time: Duration,
+    ) -> Self {
         let clock = Clock::new(matcher.cancellation_handle().unwrap_or_default());
-        Self { vocabulary: Arc::clone(vocabulary), matcher, applies, time, clock }
+        Self { vocabulary: Arc::clone(vocabulary), matcher, is_call, applies, time, clock }
     }
 
     /// Runs the matcher, and subtracts the time from the answer's budget. Fails if the budget is used up.
@@ -520,7 +598,8 @@ impl Constraint {
     /// the mask includes the ids that end the answer. `may_end = false` excludes them, unless there are no others.
     pub fn mask(&mut self, may_end: bool) -> Result<Arc<[u32]>, TextError> {
         let vocabulary = Arc::clone(&self.vocabulary);
-        let Vocabulary { text, ends, all, all_but_ends, openers, .. } = &*vocabulary;
+        let Vocabulary { text, text_of_calls, ends, all, all_but_ends, openers, .. } = &*vocabulary;
+        let text = if self.is_call { text_of_calls } else { text };
         let free = if may_end { all } else { all_but_ends };
         if self.applies == Applies::No {
             return Ok(Arc::clone(free));
@@ -545,6 +624,18 @@ impl Constraint {
             ));
         }
         Ok(mask)
+    }
+
+    /// The ids that may come next, at least one, in a part of an answer. Where the grammar may end, the mask includes
+    /// `after` instead of the ids that end the answer.
+    pub fn part_mask(&mut self, after: &[u32]) -> Result<Arc<[u32]>, TextError> {
+        let mask = self.mask(true)?;
+        let ends = &self.vocabulary.ends;
+        let may_end = mask.iter().zip(&**ends).any(|(word, end)| word & end != 0);
+        if !may_end {
+            return Ok(mask);
+        }
+        Ok(mask.iter().zip(&**ends).zip(after).map(|((word, end), after)| word & !end | after).collect())
     }
 
     /// Whether the answer is free text, so that the grammar no longer applies.

@@ -34,17 +34,19 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use indexmap::IndexMap;
 use jiff::Timestamp;
 use minijinja::machinery::{
     CompiledTemplate, Instruction, Instructions, TemplateConfig, Token, Vm, WhitespaceConfig,
     make_string_output, tokenize,
 };
 use minijinja::syntax::SyntaxConfig;
-use minijinja::value::{Object, Rest, Value, ValueKind};
+use minijinja::value::{Kwargs, Object, Rest, Value, ValueKind, from_args};
 use minijinja::{
     AutoEscape, Environment, Error, ErrorKind, State, escape_formatter, filters, functions, tests,
 };
 use self_cell::self_cell;
+use serde_json::Value as Json;
 
 use super::chat::{is_python_space, python_trim};
 use super::error::MAX_TEXT_BYTES;
@@ -574,7 +576,7 @@ fn is_data(value: &Value) -> bool {
         ValueKind::Seq | ValueKind::Iterable => true,
         // The type of maps in a template, and the type of minijinja's maps for structs.
         ValueKind::Map => {
-            object.downcast_ref::<BTreeMap<Value, Value>>().is_some()
+            object.downcast_ref::<IndexMap<Value, Value>>().is_some()
                 || object.type_name().ends_with("::StaticKeyMap")
         }
         _ => false,
@@ -715,6 +717,9 @@ fn add_filters(environment: &mut Environment<'static>) {
     add(JOINED, Gives::One, &named!(filters: "join" join));
     add(REPLACED, Gives::One, &named!(filters: "replace" replace));
     add(STRIPPED, Gives::One, &[("trim", Value::from_function(trim))]);
+    environment.add_filter("tojson", |state: &State, given: Rest<Value>| {
+        call(state, |given| tojson(&Meter::of(state), given), (ALL, Gives::One), &given)
+    });
 }
 
 fn add_tests(environment: &mut Environment<'static>) {
@@ -748,6 +753,62 @@ fn trim(text: String, chars: Option<String>) -> String {
         None => python_trim(&text).to_owned(),
         Some(chars) => text.trim_matches(|c| chars.contains(c)).to_owned(),
     }
+}
+
+/// The JSON of a value, as Python's `json.dumps(value, ensure_ascii=False)` writes it. Templates give only an indentation.
+fn tojson(meter: &Meter, given: &[Value]) -> Result<Value, Error> {
+    let (value, kwargs): (Value, Kwargs) = from_args(given)?;
+    let indent: Option<usize> = kwargs.get("indent")?;
+    kwargs.get::<Option<bool>>("ensure_ascii")?;
+    kwargs.assert_all_used()?;
+    if let Some(indent) = indent.filter(|indent| *indent > MAX_INDENT) {
+        return Err(exceeded(format!("indents JSON by {indent}; at most {MAX_INDENT} are accepted")));
+    }
+    let json = serde_json::to_value(&value).map_err(|error| exceeded(format!("writes no JSON: {error}")))?;
+    let mut text = String::new();
+    write_json(&json, indent, 0, &mut text);
+    meter.check(text.len())?;
+    Ok(Value::from(text))
+}
+
+/// The largest indentation of JSON.
+const MAX_INDENT: usize = 8;
+
+fn write_json(value: &Json, indent: Option<usize>, depth: usize, out: &mut String) {
+    let line = |depth: usize, out: &mut String| {
+        if let Some(indent) = indent {
+            out.push('\n');
+            out.extend(std::iter::repeat_n(' ', indent.saturating_mul(depth)));
+        }
+    };
+    let comma = if indent.is_some() { "," } else { ", " };
+    let (open, close, count) = match value {
+        Json::Array(items) => ('[', ']', items.len()),
+        Json::Object(members) => ('{', '}', members.len()),
+        other => return out.push_str(&other.to_string()),
+    };
+    out.push(open);
+    let begin = |i: usize, out: &mut String| {
+        out.push_str(if i > 0 { comma } else { "" });
+        line(depth + 1, out);
+    };
+    match value {
+        Json::Array(items) => items.iter().enumerate().for_each(|(i, item)| {
+            begin(i, out);
+            write_json(item, indent, depth + 1, out);
+        }),
+        Json::Object(members) => members.iter().enumerate().for_each(|(i, (name, member))| {
+            begin(i, out);
+            out.push_str(&Json::from(name.as_str()).to_string());
+            out.push_str(": ");
+            write_json(member, indent, depth + 1, out);
+        }),
+        _ => {}
+    }
+    if count > 0 {
+        line(depth, out);
+    }
+    out.push(close);
 }
 
 fn method(state: &State, value: &Value, name: &str, given: &[Value]) -> Result<Value, Error> {

@@ -40,30 +40,44 @@ impl TemplateKwargs {
 
     /// An estimate of the memory that the variables take in a template.
     pub(super) fn bytes(&self) -> usize {
-        fn of(value: &Value) -> usize {
-            const EACH: usize = 64;
-            EACH + match value {
-                Value::String(text) => text.len(),
-                Value::Array(list) => list.iter().map(of).sum(),
-                Value::Object(object) => object.iter().map(|(name, value)| name.len() + of(value)).sum(),
-                _ => 0,
-            }
-        }
-        self.0.iter().map(|(name, value)| name.len() + of(value)).sum()
+        self.0.iter().map(|(name, value)| name.len() + bytes(value)).sum()
     }
 
     /// These variables, with the result of `change` for every text in them.
     pub(super) fn with_texts(&self, change: &dyn Fn(&str) -> String) -> TemplateKwargs {
-        fn changed(value: &Value, change: &dyn Fn(&str) -> String) -> Value {
-            match value {
-                Value::String(text) => Value::String(change(text)),
-                Value::Array(list) => list.iter().map(|value| changed(value, change)).collect(),
-                Value::Object(object) => Value::Object(
-                    object.iter().map(|(name, value)| (name.clone(), changed(value, change))).collect(),
-                ),
-                other => other.clone(),
-            }
+        let changed = |(name, value): (&String, &Value)| (name.clone(), changed(value, Keys::Kept, change));
+        TemplateKwargs(self.0.iter().map(changed).collect())
+    }
+}
+
+/// An estimate of the memory that a value takes in a template.
+pub(super) fn bytes(value: &Value) -> usize {
+    const EACH: usize = 64;
+    EACH + match value {
+        Value::String(text) => text.len(),
+        Value::Array(list) => list.iter().map(bytes).sum(),
+        Value::Object(object) => object.iter().map(|(name, value)| name.len() + bytes(value)).sum(),
+        _ => 0,
+    }
+}
+
+/// Whether [`changed`] changes the names in objects.
+#[derive(Clone, Copy, PartialEq)]
+pub(super) enum Keys {
+    Kept,
+    Changed,
+}
+
+/// A value with the result of `change` for every text in it.
+pub(super) fn changed(value: &Value, keys: Keys, change: &dyn Fn(&str) -> String) -> Value {
+    match value {
+        Value::String(text) => Value::String(change(text)),
+        Value::Array(list) => list.iter().map(|value| changed(value, keys, change)).collect(),
+        Value::Object(object) => {
+            let name = |name: &String| if keys == Keys::Changed { change(name) } else { name.clone() };
+            let member = |(key, value): (&String, &Value)| (name(key), changed(value, keys, change));
+            Value::Object(object.iter().map(member).collect())
         }
-        TemplateKwargs(self.0.iter().map(|(name, value)| (name.clone(), changed(value, change))).collect())
+        other => other.clone(),
     }
 }

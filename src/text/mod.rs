@@ -8,15 +8,16 @@
 //! | that prompt | token ids; only control tokens that the template wrote are control tokens | [`Prompt::ids`] |
 //! | text | token ids | [`Tokenizer::encode`], [`Tokenizer::encode_text`] |
 //! | one token id | the text it completes | [`Detokenizer::push`] |
-//! | one token id of an answer | more of a thought, or of the text | [`AnswerReader::push`] |
+//! | one token id of an answer | more of a thought, of the text, or of a tool call | [`AnswerReader::push`] |
 //! | text as it arrives | text before the first stop string | [`StopMatcher::push`] |
-//! | text as it arrives | tool calls in it | [`CallReader::push`] |
+//! | text as it arrives | tool calls in it, for models whose calls have no control tokens | [`CallReader::push`] |
 //! | a schema, a regex, a grammar | which ids may come next | [`Constraint::mask`] |
 //!
 //! This module takes bytes and opens no files. It does not depend on the model, the API or the engine. For any content
 //! of a checkpoint's files or a client's text, the functions return a result or a [`TextError`] and do not panic.
 
 mod added;
+mod answer;
 mod calls;
 mod chat;
 mod detokenizer;
@@ -37,17 +38,19 @@ mod thoughts;
 mod tokenizer;
 mod visible;
 
-pub use calls::{AnswerPiece, CallPiece, CallReader, whole_parameters};
-pub use chat::Message;
+pub use answer::{AnswerReader, Spoken};
+pub use calls::{AnswerPiece, CallFormat, CallPiece, CallReader, CallTokens, CallTool, whole_parameters};
+pub use chat::{CalledFunction, Message, ToolCall};
 pub use detokenizer::Detokenizer;
 pub use error::{MAX_TEXT_BYTES, TextError};
+pub use family::CallSyntax;
 pub use grammar::{Constraint, Grammar, GrammarSource, Grammars, MAX_CHOICES, MAX_GRAMMAR_BYTES, mask_of};
 pub use kwargs::TemplateKwargs;
 pub use panics::panic_message;
 pub use provenance::Prompt;
 pub use schema::SchemaPart;
 pub use stop::{MAX_STOP_BYTES, MAX_STOPS, StopMatcher, Stopped};
-pub use template::{ChatFiles, ChatTemplate, PromptEnding};
-pub use thoughts::{AnswerReader, Spoken, ThoughtStart, ThoughtTokens};
+pub use template::{ChatFiles, ChatTemplate, PromptEnding, TemplateInput};
+pub use thoughts::{ThoughtStart, ThoughtTokens};
 pub use tokenizer::Tokenizer;
 pub use visible::{is_unseen, visible};

@@ -11,12 +11,13 @@
 use std::collections::BTreeSet;
 
 use jiff::Timestamp;
+use serde_json::Value;
 
 use super::added::{Kind, Placed};
 use super::chat::{Message, is_python_space};
 use super::error::{MAX_TEXT_BYTES, TextError};
-use super::kwargs::TemplateKwargs;
-use super::template::{ChatTemplate, PromptEnding};
+use super::kwargs::{Keys, changed};
+use super::template::{ChatTemplate, TemplateInput};
 use super::tokenizer::Tokenizer;
 
 /// Longest text with marks. The worst case is a one-byte character and a space after it: they become 8 bytes, because
@@ -47,30 +48,28 @@ enum Marks {
 impl ChatTemplate {
     /// The prompt of a conversation. The text of a message or of a variable never becomes a control token, with one
     /// exception: tokens that the text of an answer can show (`<think>`) are kept in the assistant's messages.
-    pub fn prompt(
-        &self,
-        tokenizer: &Tokenizer,
-        messages: &[Message],
-        ending: PromptEnding,
-        kwargs: &TemplateKwargs,
-    ) -> Result<Prompt, TextError> {
+    pub fn prompt(&self, tokenizer: &Tokenizer, input: &TemplateInput<'_>) -> Result<Prompt, TextError> {
         // A template may write the time, which must be the same in all renderings.
         let now = Timestamp::now();
-        let text = self.write(messages, ending, kwargs, now, MAX_TEXT_BYTES)?;
+        let text = self.write(input, now, MAX_TEXT_BYTES)?;
         let unclear = || TextError::Unclear { origin: self.origin().to_owned() };
         let mark = unused_character(&text).ok_or_else(unclear)?;
         let mut own: Option<Vec<u32>> = None;
+        // Templates compare the texts of a schema ("string"), so these never get marks around characters.
+        let in_tokens = |text: &str| marked(text, tokenizer, false, Marks::InControlTokens, mark);
+        let tools: Vec<Value> =
+            input.tools.iter().map(|tool| changed(tool, Keys::Changed, &in_tokens)).collect();
         for marks in [Marks::AroundCharacters, Marks::InControlTokens] {
             let with_marks = |message: &Message| {
+                let changed = message.with_texts(&|text| marked(text, tokenizer, false, marks, mark));
                 let keep_shown = message.role == "assistant";
-                let marked = |text: &str, keep_shown| marked(text, tokenizer, keep_shown, marks, mark);
-                let thought = message.reasoning.as_ref().map(|thought| marked(thought, false));
-                Message::new(&message.role, &marked(&message.content, keep_shown)).after(thought)
+                let content = marked(&message.content, tokenizer, keep_shown, marks, mark);
+                Message { content, ..changed }
             };
-            let messages: Vec<Message> = messages.iter().map(with_marks).collect();
-            let kwargs = kwargs.with_texts(&|text| marked(text, tokenizer, false, marks, mark));
-            let marked =
-                self.write(&messages, ending, &kwargs, now, MAX_MARKED_BYTES).map_err(|_| unclear())?;
+            let messages: Vec<Message> = input.messages.iter().map(with_marks).collect();
+            let kwargs = input.kwargs.with_texts(&|text| marked(text, tokenizer, false, marks, mark));
+            let marked = TemplateInput { messages: &messages, tools: &tools, kwargs: &kwargs, ..*input };
+            let marked = self.write(&marked, now, MAX_MARKED_BYTES).map_err(|_| unclear())?;
             let found = tokenizer.control_tokens(&marked);
             let ids: Vec<u32> = found.iter().map(|token| token.id).collect();
             if *own.get_or_insert_with(|| ids.clone()) == ids

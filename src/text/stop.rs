@@ -102,6 +102,12 @@ impl StopMatcher {
         self.found
     }
 
+    /// What comes next does not continue the text. Returns the text that was held back.
+    pub fn pause(&mut self) -> String {
+        self.patterns.iter_mut().for_each(|pattern| pattern.matched = 0);
+        std::mem::take(&mut self.pending)
+    }
+
     /// Ends the answer. Returns the text that was held back and did not become a stop string.
     pub fn finish(&mut self) -> String {
         self.stopped = true;

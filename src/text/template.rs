@@ -22,7 +22,7 @@ use super::chat::{Message, Order, python_trim};
 use super::error::{MAX_TEXT_BYTES, TextError};
 use super::family::Family;
 use super::jinja::{self, Exceeded, FUEL, Program};
-use super::kwargs::TemplateKwargs;
+use super::kwargs::{self, TemplateKwargs};
 use super::panics::panic_text;
 use super::tokenizer::Tokenizer;
 
@@ -59,6 +59,23 @@ pub enum PromptEnding {
     Continued,
     /// With the last message, without a new turn.
     Closed,
+}
+
+/// What a template renders.
+#[derive(Debug, Clone, Copy)]
+pub struct TemplateInput<'a> {
+    pub messages: &'a [Message],
+    /// The tools that the model may call, in OpenAI's form. Templates that know no tools ignore them.
+    pub tools: &'a [serde_json::Value],
+    pub kwargs: &'a TemplateKwargs,
+    pub ending: PromptEnding,
+}
+
+impl<'a> TemplateInput<'a> {
+    /// A conversation without tools.
+    pub fn new(messages: &'a [Message], ending: PromptEnding, kwargs: &'a TemplateKwargs) -> Self {
+        Self { messages, tools: &[], kwargs, ending }
+    }
 }
 
 /// A compiled chat template, or none: such a model completes texts only.
@@ -128,17 +145,12 @@ impl ChatTemplate {
     /// whose roles do not alternate. `add_generation_prompt` begins a turn of the model at the end.
     pub fn render(&self, messages: &[Message], add_generation_prompt: bool) -> Result<String, TextError> {
         let ending = if add_generation_prompt { PromptEnding::Answer } else { PromptEnding::Closed };
-        self.text(messages, ending, &TemplateKwargs::default())
+        self.text(&TemplateInput::new(messages, ending, &TemplateKwargs::default()))
     }
 
-    /// The text of a conversation that ends as `ending` says.
-    pub fn text(
-        &self,
-        messages: &[Message],
-        ending: PromptEnding,
-        kwargs: &TemplateKwargs,
-    ) -> Result<String, TextError> {
-        self.write(messages, ending, kwargs, Timestamp::now(), MAX_TEXT_BYTES)
+    /// The text of a conversation.
+    pub fn text(&self, input: &TemplateInput<'_>) -> Result<String, TextError> {
+        self.write(input, Timestamp::now(), MAX_TEXT_BYTES)
     }
 
     /// A conversation in an order that the template accepts, with all of its text.
@@ -160,35 +172,27 @@ impl ChatTemplate {
     /// The text of a conversation at the time `now`, of at most `limit` bytes.
     pub(super) fn write(
         &self,
-        messages: &[Message],
-        ending: PromptEnding,
-        kwargs: &TemplateKwargs,
+        input: &TemplateInput<'_>,
         now: Timestamp,
         limit: usize,
     ) -> Result<String, TextError> {
-        match ending {
-            PromptEnding::Answer => self.run(messages, true, kwargs, now, limit),
-            PromptEnding::Closed => self.run(messages, false, kwargs, now, limit),
-            PromptEnding::Continued => self.continued(messages, kwargs, now, limit),
+        match input.ending {
+            PromptEnding::Continued => self.continued(input, now, limit),
+            PromptEnding::Answer | PromptEnding::Closed => self.run(input, now, limit),
         }
     }
 
-    fn run(
-        &self,
-        messages: &[Message],
-        add_generation_prompt: bool,
-        kwargs: &TemplateKwargs,
-        now: Timestamp,
-        limit: usize,
-    ) -> Result<String, TextError> {
+    /// The text of a conversation that begins a new turn at the end, or does not.
+    fn run(&self, input: &TemplateInput<'_>, now: Timestamp, limit: usize) -> Result<String, TextError> {
+        let TemplateInput { messages, tools, kwargs, ending } = *input;
         let program = self.program.as_ref().ok_or(TextError::NoTemplate)?;
         if messages.is_empty() {
             return Err(TextError::NoMessages);
         }
         let context = minijinja::context! {
             messages,
-            add_generation_prompt,
-            tools => Value::from(()),
+            add_generation_prompt => ending == PromptEnding::Answer,
+            tools => if tools.is_empty() { Value::from(()) } else { Value::from_serialize(tools) },
             documents => Value::from(()),
         };
         let special = |token: &Option<String>| token.clone().map_or(Value::UNDEFINED, Value::from);
@@ -198,7 +202,9 @@ impl ChatTemplate {
             ..context
         };
         let context = minijinja::context! { ..context, ..kwargs.value() };
-        let conversation_bytes = messages.iter().map(Message::bytes).sum::<usize>() + kwargs.bytes();
+        let message_bytes: usize = messages.iter().map(Message::bytes).sum();
+        let tool_bytes: usize = tools.iter().map(kwargs::bytes).sum();
+        let conversation_bytes = message_bytes + tool_bytes + kwargs.bytes();
         let mut out = BoundedText { text: Vec::new(), overflow: 0, limit };
         // minijinja may panic: `loop.cycle()` divides by the number of its arguments.
         let render = || program.render(&ENVIRONMENT, context, conversation_bytes, now, &mut out);
@@ -215,16 +221,16 @@ impl ChatTemplate {
     /// The text of a conversation whose last turn the model continues. It ends with the text of that turn.
     fn continued(
         &self,
-        messages: &[Message],
-        kwargs: &TemplateKwargs,
+        input: &TemplateInput<'_>,
         now: Timestamp,
         limit: usize,
     ) -> Result<String, TextError> {
         // The template renders this mark instead of the last turn's text, because it may change or repeat that text.
         const MARK: &str = "\u{2}the text to continue\u{3}";
-        let Some((last, before)) = messages.split_last() else { return Err(TextError::NoMessages) };
-        let marked = [before, &[Message::new(&last.role, MARK).after(last.reasoning.clone())]].concat();
-        let mut rendered = self.run(&marked, false, kwargs, now, limit)?;
+        let Some((last, before)) = input.messages.split_last() else { return Err(TextError::NoMessages) };
+        let marked = [before, &[Message { content: MARK.to_owned(), ..last.clone() }]].concat();
+        let marked = TemplateInput { messages: &marked, ending: PromptEnding::Closed, ..*input };
+        let mut rendered = self.run(&marked, now, limit)?;
         let Some(at) = rendered.rfind(MARK) else {
             let problem = "changes the text of the last turn, so the model cannot continue that turn";
             return Err(template_error(&self.origin, problem));

@@ -1,10 +1,9 @@
-//! Separates the thoughts of an answer from its text, by token ids.
+//! The tokens around the thoughts of an answer, and what of a thought is syntax.
 //!
 //! Some models think before they answer. Their vocabularies have a token that begins a thought and one that ends it, so
 //! a text that only spells the names of these tokens never begins or ends a thought. White space at the end of a
 //! thought and empty lines after it are part of the syntax.
 
-use super::detokenizer::Detokenizer;
 use super::family::THINK;
 use super::tokenizer::Tokenizer;
 
@@ -15,7 +14,8 @@ pub struct ThoughtTokens {
     pub close: u32,
     /// The text that follows `open` and is not part of the thought.
     header: &'static str,
-    end_of_turn: Option<u32>,
+    /// The tokens that end what came before. After them, a thought may begin again.
+    ends: [Option<u32>; 2],
 }
 
 /// Where an answer begins.
@@ -38,7 +38,7 @@ impl Tokenizer {
             open: self.token_id(syntax.open)?,
             close: self.token_id(syntax.close)?,
             header: syntax.header,
-            end_of_turn: self.end_of_turn(),
+            ends: [self.end_of_turn(), syntax.again_after.and_then(|token| self.token_id(token))],
         })
     }
 }
@@ -46,7 +46,7 @@ impl Tokenizer {
 impl ThoughtTokens {
     /// Where the answer to a prompt begins.
     pub fn start_after(&self, prompt: &[u32]) -> ThoughtStart {
-        let turn = prompt.rsplit(|id| Some(*id) == self.end_of_turn).next().unwrap_or_default();
+        let turn = prompt.rsplit(|id| self.ends.contains(&Some(*id))).next().unwrap_or_default();
         match turn.iter().rfind(|id| [self.open, self.close].contains(id)) {
             Some(id) if *id == self.open => ThoughtStart::Inside,
             Some(_) => ThoughtStart::After,
@@ -55,26 +55,11 @@ impl ThoughtTokens {
     }
 }
 
-/// What a token adds to an answer.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Spoken {
-    pub thought: String,
-    pub text: String,
-    /// Whether the token belongs to a thought. The tokens around it do.
-    pub is_thought: bool,
-}
-
-/// Decodes an answer, and separates its thoughts from its text.
+/// Where an answer is, among its thoughts and its text.
 #[derive(Clone)]
-pub struct AnswerReader {
-    detokenizer: Detokenizer,
-    thoughts: Option<Thoughts>,
-}
-
-#[derive(Clone)]
-struct Thoughts {
-    tokens: ThoughtTokens,
-    is_inside: bool,
+pub(super) struct Thoughts {
+    pub tokens: ThoughtTokens,
+    pub is_inside: bool,
     /// Whether the header may still come.
     at_header: bool,
     /// Whether the text has not begun after a thought.
@@ -83,71 +68,25 @@ struct Thoughts {
     held: String,
 }
 
-impl AnswerReader {
-    /// A reader of answers that are text only.
-    pub fn new(detokenizer: Detokenizer) -> Self {
-        Self { detokenizer, thoughts: None }
-    }
-
-    /// The answer may have thoughts, and begins there.
-    #[must_use]
-    pub fn with_thoughts(self, tokens: ThoughtTokens, start: ThoughtStart) -> Self {
-        let is_inside = start == ThoughtStart::Inside;
-        let thoughts =
-            Thoughts { tokens, is_inside, at_header: is_inside, at_text: false, held: String::new() };
-        Self { thoughts: Some(thoughts), ..self }
-    }
-
-    /// The answer is a text of its own. Otherwise it continues the prompt's text.
-    #[must_use]
-    pub fn at_start(self) -> Self {
-        Self { detokenizer: self.detokenizer.at_start(), ..self }
-    }
-
-    /// Takes the next token.
-    pub fn push(&mut self, id: u32) -> Spoken {
-        let Some(thoughts) = &mut self.thoughts else {
-            return Spoken { text: self.detokenizer.push(id).to_owned(), ..Spoken::default() };
-        };
-        match id {
-            _ if id == thoughts.tokens.open && !thoughts.is_inside => {
-                let text = thoughts.text(self.detokenizer.finish());
-                (thoughts.is_inside, thoughts.at_header) = (true, true);
-                Spoken { text, is_thought: true, ..Spoken::default() }
-            }
-            _ if id == thoughts.tokens.close && thoughts.is_inside => {
-                let thought = thoughts.last_of_thought(self.detokenizer.finish());
-                (thoughts.is_inside, thoughts.at_text) = (false, true);
-                Spoken { thought, is_thought: true, ..Spoken::default() }
-            }
-            // A mark in the wrong place is syntax too.
-            _ if [thoughts.tokens.open, thoughts.tokens.close].contains(&id) => {
-                Spoken { is_thought: thoughts.is_inside, ..Spoken::default() }
-            }
-            _ if thoughts.is_inside => {
-                let thought = thoughts.thought(self.detokenizer.push(id));
-                Spoken { thought, is_thought: true, ..Spoken::default() }
-            }
-            _ => Spoken { text: thoughts.text(self.detokenizer.push(id)), ..Spoken::default() },
-        }
-    }
-
-    /// Ends the answer.
-    pub fn finish(&mut self) -> Spoken {
-        let rest = self.detokenizer.finish();
-        match &mut self.thoughts {
-            Some(thoughts) if thoughts.is_inside => {
-                Spoken { thought: thoughts.last_of_thought(rest), is_thought: true, ..Spoken::default() }
-            }
-            Some(thoughts) => Spoken { text: thoughts.text(rest), ..Spoken::default() },
-            None => Spoken { text: rest.to_owned(), ..Spoken::default() },
-        }
-    }
-}
-
 impl Thoughts {
+    pub fn new(tokens: ThoughtTokens, start: ThoughtStart) -> Self {
+        let is_inside = start == ThoughtStart::Inside;
+        Self { tokens, is_inside, at_header: is_inside, at_text: false, held: String::new() }
+    }
+
+    /// Begins a thought.
+    pub fn open(&mut self) {
+        (self.is_inside, self.at_header) = (true, true);
+    }
+
+    /// Ends a thought, of which `more` is the end.
+    pub fn close(&mut self, more: &str) -> String {
+        (self.is_inside, self.at_text) = (false, true);
+        self.last_of_thought(more)
+    }
+
     /// More of a thought, without what is held back.
-    fn thought(&mut self, more: &str) -> String {
+    pub fn thought(&mut self, more: &str) -> String {
         self.held.push_str(more);
         if self.at_header {
             if self.held.len() < self.tokens.header.len() && self.tokens.header.starts_with(&self.held) {
@@ -163,14 +102,14 @@ impl Thoughts {
     }
 
     /// The rest of a thought that ends.
-    fn last_of_thought(&mut self, more: &str) -> String {
+    pub fn last_of_thought(&mut self, more: &str) -> String {
         let thought = self.thought(more);
         self.held.clear();
         thought
     }
 
     /// More of the text. Empty lines before it are removed.
-    fn text(&mut self, more: &str) -> String {
+    pub fn text(&mut self, more: &str) -> String {
         let text = if self.at_text { more.trim_start_matches('\n') } else { more };
         self.at_text &= text.is_empty();
         text.to_owned()

@@ -243,6 +243,11 @@ impl Tokenizer {
         self.inner.entries.get(id as usize).is_some_and(|entry| entry.special)
     }
 
+    /// Whether the id is a control token: syntax of a conversation, even if the tokenizer's file does not call it special.
+    pub fn is_control(&self, id: u32) -> bool {
+        self.is_special(id) || self.added().is_control(id)
+    }
+
     /// Whether a model with `rows` embedding rows can use this tokenizer.
     ///
     /// Every regular token needs a row. The id of a special token may be `rows` or more: one published model has 262144 rows and

@@ -13,7 +13,9 @@ use serde_json::{Value, json};
 use unicorn::api::{self, AccessPolicy, Server};
 use unicorn::engine::{Engine, EngineConfig};
 use unicorn::session::Service;
-use unicorn::text::{ChatFiles, ChatTemplate, Message, PromptEnding, TemplateKwargs, TextError, Tokenizer};
+use unicorn::text::{
+    ChatFiles, ChatTemplate, Message, PromptEnding, TemplateInput, TemplateKwargs, TextError, Tokenizer,
+};
 
 use crate::support::app::{
     DEFAULTS, END_OF_TURN, MODEL, OPTIONS, app_that_shows_its_prompt, limits, shows_its_prompt,
@@ -311,10 +313,16 @@ fn random_texts_never_add_a_control_token() {
             for template in [&gemma_template(), &joined] {
                 let (what, none) = (format!("round {round}: {messages:?}"), TemplateKwargs::default());
                 let ending = [PromptEnding::Answer, PromptEnding::Closed][round % 2];
-                let prompt = template.prompt(&tokenizer, &messages, ending, &none).expect(&what);
+                let prompt =
+                    template.prompt(&tokenizer, &TemplateInput::new(&messages, ending, &none)).expect(&what);
                 let ids = prompt.ids(&tokenizer).expect(&what);
-                assert_eq!(prompt.text, template.text(&messages, ending, &none).expect(&what), "{what}");
-                let nothing = template.text(&conversation(&|_| "x".to_owned()), ending, &none).expect(&what);
+                assert_eq!(
+                    prompt.text,
+                    template.text(&TemplateInput::new(&messages, ending, &none)).expect(&what),
+                    "{what}"
+                );
+                let blank = conversation(&|_| "x".to_owned());
+                let nothing = template.text(&TemplateInput::new(&blank, ending, &none)).expect(&what);
                 let own = control(&tokenizer, &tokenizer.encode(&nothing, false).expect(&what));
                 assert_eq!(control(&tokenizer, &ids), own, "{what}");
                 let all = tokenizer.encode(&prompt.text, false).expect(&what);
@@ -358,9 +366,7 @@ fn text_that_a_template_turns_into_a_control_token_stays_text() {
         let messages = [Message::new("user", message)];
         let prompt = match template(source).prompt(
             &tokenizer,
-            &messages,
-            PromptEnding::Closed,
-            &TemplateKwargs::default(),
+            &TemplateInput::new(&messages, PromptEnding::Closed, &TemplateKwargs::default()),
         ) {
             Ok(prompt) => prompt,
             Err(error) => panic!("{source}: {error}"),
@@ -379,9 +385,11 @@ fn a_template_whose_control_tokens_depend_on_a_text_is_refused() {
     let asked = |source: &str, text: &str| {
         template(source).prompt(
             &tokenizer,
-            &[Message::new("user", text)],
-            PromptEnding::Closed,
-            &TemplateKwargs::default(),
+            &TemplateInput::new(
+                &[Message::new("user", text)],
+                PromptEnding::Closed,
+                &TemplateKwargs::default(),
+            ),
         )
     };
     // A template may depend on texts as long as its own control tokens stay the same.
@@ -414,7 +422,10 @@ fn visible_added_tokens_are_read_only_in_the_assistants_messages() {
         let tokenizer = marks(special);
         let messages = ["user", "assistant"].map(|role| Message::new(role, text));
         let prompt = gemma_template()
-            .prompt(&tokenizer, &messages, PromptEnding::Closed, &TemplateKwargs::default())
+            .prompt(
+                &tokenizer,
+                &TemplateInput::new(&messages, PromptEnding::Closed, &TemplateKwargs::default()),
+            )
             .expect("its control tokens are clear");
         let ids = prompt.ids(&tokenizer).expect("encodes");
         let syntax = |id: &u32| *id >= 512 || tokenizer.is_special(*id);

@@ -11,6 +11,7 @@ mod encodings;
 mod health;
 mod messages;
 mod model_names;
+mod native_calls;
 mod openapi;
 mod other_fields;
 mod page;

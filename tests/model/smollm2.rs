@@ -14,7 +14,9 @@ use unicorn::model::load::LoadOptions;
 use unicorn::model::model_runner::ModelRunner;
 use unicorn::model::{Runner, SamplingParams};
 use unicorn::tensor::{KvDtype, Precision};
-use unicorn::text::{ChatFiles, ChatTemplate, Message, PromptEnding, TemplateKwargs, Tokenizer};
+use unicorn::text::{
+    ChatFiles, ChatTemplate, Message, PromptEnding, TemplateInput, TemplateKwargs, Tokenizer,
+};
 
 use crate::support::driver::{Driver, greedy, plain_sequence};
 use crate::support::goldens::{Goldens, all_logits, load, load_on};
@@ -176,7 +178,8 @@ fn the_files_tokenizer_and_template_match_the_goldens() {
         if case.messages.iter().all(known) {
             assert_eq!(template.arrange(&case.messages), case.messages, "{}", case.note);
         }
-        let text = template.text(&case.messages, ending, &TemplateKwargs::default()).unwrap();
+        let text =
+            template.text(&TemplateInput::new(&case.messages, ending, &TemplateKwargs::default())).unwrap();
         assert_eq!(text, case.rendered, "{}", case.note);
     }
 }

@@ -116,14 +116,31 @@ fn loaded_as(
 /// A family of models, with its tokenizer and template in `tests/data/families`.
 pub struct FamilyText {
     pub tokenizer: Tokenizer,
-    folder: PathBuf,
+    tokenizer_folder: PathBuf,
+    template_folder: PathBuf,
 }
 
 impl FamilyText {
     pub fn new(name: &str) -> FamilyText {
-        let folder = data("families").join(format!("{name}-tokenizer"));
-        let bytes = fs::read(folder.join("tokenizer.json")).expect("a tokenizer");
-        FamilyText { tokenizer: Tokenizer::from_bytes(&bytes, name).expect("a sound tokenizer"), folder }
+        let folder = |name: &str| data("families").join(name);
+        let tokenizer_folder = folder(match name {
+            // Qwen 3.5 has the control tokens of Qwen.
+            "qwen" | "qwen35" => "qwen-tokenizer",
+            "gemma4" => "gemma4-tokenizer",
+            other => panic!("no family {other}"),
+        });
+        let template_folder =
+            if name == "qwen35" { folder("qwen35-template") } else { tokenizer_folder.clone() };
+        let bytes = fs::read(tokenizer_folder.join("tokenizer.json")).expect("a tokenizer");
+        let tokenizer = Tokenizer::from_bytes(&bytes, name).expect("a sound tokenizer");
+        FamilyText { tokenizer, tokenizer_folder, template_folder }
+    }
+
+    pub fn template(&self) -> ChatTemplate {
+        let config = fs::read(self.tokenizer_folder.join("tokenizer_config.json")).expect("a file");
+        let jinja = fs::read(self.template_folder.join("chat_template.jinja")).expect("a file");
+        let files = ChatFiles { tokenizer_config: Some(&config), chat_template_jinja: Some(&jinja) };
+        ChatTemplate::from_checkpoint(files, &self.tokenizer).expect("a sound template")
     }
 
     /// The id that ends a turn.
@@ -138,13 +155,18 @@ impl FamilyText {
 
     /// An app whose model is of this family, and answers as the script says.
     pub fn app(&self, script: Script) -> App {
-        let read = |name: &str| fs::read(self.folder.join(name)).expect("a file");
-        let (config, jinja) = (read("tokenizer_config.json"), read("chat_template.jinja"));
-        let files = ChatFiles { tokenizer_config: Some(&config), chat_template_jinja: Some(&jinja) };
-        let template = ChatTemplate::from_checkpoint(files, &self.tokenizer).expect("a sound template");
         let server = Server::new(MODEL, OPTIONS, AccessPolicy::default());
-        let text = (self.tokenizer.clone(), template, vec![self.end()]);
-        loaded_as(2, server, limits(), DEFAULTS, script, text)
+        let text = (self.tokenizer.clone(), self.template(), vec![self.end()]);
+        let limits = Limits { kv: kv_with(1100, 32), max_context: 4000, ..limits() };
+        loaded_as(2, server, limits, DEFAULTS, script, text)
+    }
+
+    /// The service of such a model without an API.
+    pub fn service(&self, script: Script) -> Service {
+        let limits = Limits { kv: kv_with(1100, 32), max_context: 4000, ..limits() };
+        let (runner, _) = FakeRunner::new(limits, script);
+        let engine = Engine::start(runner, EngineConfig::default());
+        Service::new(engine, self.tokenizer.clone(), self.template(), DEFAULTS, vec![self.end()])
     }
 }
 

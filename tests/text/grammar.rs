@@ -10,10 +10,12 @@ use rand_chacha::ChaCha8Rng;
 use serde_json::{Value, json};
 
 use unicorn::text::{
-    Constraint, Grammar, GrammarSource, Grammars, MAX_CHOICES, MAX_GRAMMAR_BYTES, TextError, Tokenizer,
+    AnswerReader, CallFormat, CallPiece, CallTool, Constraint, Grammar, GrammarSource, Grammars, MAX_CHOICES,
+    MAX_GRAMMAR_BYTES, SchemaPart, TextError, Tokenizer,
 };
 
 use crate::support;
+use crate::support::app::FamilyText;
 use crate::support::grammars::{
     ROWS, STOPS, accepts, allowed, assert_language, assert_refused, grammars, languages, refusal,
 };
@@ -402,6 +404,131 @@ fn random_answers_to_random_schemas_are_valid() {
         }
     }
     assert!(longest > 200, "the longest answer had {longest} bytes: the schemas are too simple");
+}
+
+/// A random call, as the ids between its control tokens. Texts of a schema end soon.
+fn walk_call(
+    mut constraint: Constraint,
+    family: &FamilyText,
+    mark: Option<u32>,
+    rng: &mut ChaCha8Rng,
+) -> Vec<u32> {
+    let tokenizer = &family.tokenizer;
+    let mut ids: Vec<u32> = Vec::new();
+    // What ends a text between tags must be spelled.
+    let mut spelled: Vec<u32> = Vec::new();
+    loop {
+        let text = tokenizer.decode(&ids, false);
+        let mask = constraint.mask(true).unwrap_or_else(|e| panic!("{e} after {text:?}"));
+        let choices = allowed(&mask);
+        if choices.contains(&family.end()) {
+            return ids;
+        }
+        let is_allowed = |id: &u32| choices.contains(id);
+        let quotes = mark.filter(|id| is_allowed(id) && rng.random_bool(0.3));
+        if spelled.is_empty() && mark.is_none() && rng.random_bool(0.2) {
+            spelled = family.plain("\n</parameter>\n");
+            spelled.reverse();
+        }
+        let is_long = ids.len() > 40 && rng.random_bool(0.8);
+        let ends = ["\"", "}", "]"].iter().find_map(|end| {
+            let id = family.plain(end)[0];
+            (is_long && choices.contains(&id)).then_some(id)
+        });
+        let next = spelled.pop().filter(is_allowed);
+        spelled = if next.is_some() { spelled } else { Vec::new() };
+        let exponent = |id: &u32| tokenizer.decode(&[*id], true).starts_with(['e', 'E']);
+        let digit = text.ends_with(|c: char| c.is_ascii_digit());
+        let calm: Vec<u32> = choices.iter().copied().filter(|id| !digit || !exponent(id)).collect();
+        let any =
+            *if calm.is_empty() { &choices } else { &calm }.choose(rng).expect("the mask allows a token");
+        let id = next.or(quotes).or(ends).unwrap_or(any);
+        constraint.push(id).unwrap_or_else(|e| panic!("{e}: {id} after {text:?}"));
+        ids.push(id);
+        assert!(ids.len() < 2000, "the call does not end: {text:?}");
+    }
+}
+
+#[test]
+fn random_calls_in_the_syntax_of_each_family_match_the_schema() {
+    let seed = 0xca11;
+    println!("seed {seed}");
+    for (name, syntax, least) in
+        [("qwen", "hermes", 290), ("gemma4", "gemma4", 200), ("qwen35", "qwen3_coder", 150)]
+    {
+        let mut rng = ChaCha8Rng::seed_from_u64(seed);
+        let family = FamilyText::new(name);
+        let format = CallFormat::of(&family.template(), &family.tokenizer);
+        assert_eq!(format.syntax.name, syntax, "{name}");
+        let tokens = format.tokens.clone().expect("a syntax with control tokens");
+        let rows = family.tokenizer.vocab_size();
+        let grammars = Grammars::new(family.tokenizer.clone(), rows, &[family.end()]).with_calls(&format);
+        let mark = family.tokenizer.token_id("<|\"|>");
+        let mut checked = 0;
+        for i in 0..300 {
+            let mut schema = json!({
+                "type": "object",
+                "properties": {"first": random_schema(&mut rng, 3, 2), "Second": random_schema(&mut rng, 2, 2)},
+                "required": if rng.random() { vec!["first"] } else { vec![] },
+                "additionalProperties": false,
+            });
+            schema["$defs"] = json!({
+                "d0": {"type": "object", "properties": {"v": {"type": "integer"}, "next": {"$ref": "#/$defs/d0"}}, "required": ["v"], "additionalProperties": false},
+                "d1": random_schema(&mut rng, 1, 0),
+            });
+            let tool = |name: &str, schema: &Value| CallTool {
+                name: name.to_owned(),
+                parameters: SchemaPart { schema: schema.clone(), strict: true },
+            };
+            let other = json!({"type": "object", "properties": {}, "additionalProperties": false});
+            let tools = vec![tool("measure", &schema), tool("now", &other)];
+            let source = GrammarSource::Call { format: format.clone(), tools };
+            let grammar = match grammars.compile(&source) {
+                Ok(grammar) => grammar,
+                // A strict schema must be enforced completely.
+                Err(TextError::Schema { part: 0, problem })
+                    if problem.contains("this model's calls") || problem.contains("within 1") =>
+                {
+                    continue;
+                }
+                Err(error) => panic!("{name} {i}: {schema}: {error}"),
+            };
+            let validator = jsonschema::draft202012::options().should_validate_formats(true).build(&schema);
+            let validator = validator.expect("a sound schema");
+            for _ in 0..3 {
+                let ids = walk_call(grammar.start(), &family, mark, &mut rng);
+                let mut reader = AnswerReader::new(family.tokenizer.detokenizer(true))
+                    .with_calls(&format, [("measure", &schema), ("now", &other)]);
+                let (mut called, mut arguments) = (String::new(), String::new());
+                for id in [&[tokens.open], &ids[..], &[tokens.close.expect("a closing token")]].concat() {
+                    let spoken = reader.push(id);
+                    assert_eq!(spoken.text, "", "{name} {i}: {:?}", family.tokenizer.decode(&ids, false));
+                    for piece in spoken.calls {
+                        match piece {
+                            CallPiece::Name { name, .. } => called = name,
+                            CallPiece::Parameters { json, .. } => arguments.push_str(&json),
+                        }
+                    }
+                }
+                let what = format!("{name} {i}: {schema} accepts {:?}", family.tokenizer.decode(&ids, false));
+                assert!(reader.called(), "{what}");
+                let value: Value =
+                    serde_json::from_str(&arguments).unwrap_or_else(|e| panic!("{what}: {arguments}: {e}"));
+                match called.as_str() {
+                    "now" => assert_eq!(value, json!({}), "{what}"),
+                    "measure" => {
+                        if let Err(error) = validator.validate(&value) {
+                            panic!("{what}: {arguments}: {error}");
+                        }
+                    }
+                    other => panic!("{what}: {other:?}"),
+                }
+                checked += 1;
+            }
+        }
+        println!("{name}: {checked} calls");
+        assert!(checked / 3 > least, "{name}: {checked} calls");
+    }
 }
 
 #[test]

@@ -462,7 +462,7 @@ fn the_tools_of_well_known_clients_are_accepted() {
     });
     let list: Vec<Tool> = list.collect();
     let all = Tools { list, choice: ToolChoice::Required, only: None, parallel: true };
-    let (all, _) = all.grammar(None).unwrap().expect("a grammar");
+    let (all, _) = all.grammar(None, true).unwrap().expect("a grammar");
     for tool in tools {
         let call = |parameters: &Value| json!({"name": tool["name"], "parameters": parameters}).to_string();
         assert!(accepts(&grammars, &all.source, &call(&tool["good"])), "{tool}");

@@ -11,7 +11,7 @@ use serde::Deserialize;
 use unicorn::model::arch::open_files;
 use unicorn::text::{
     ChatFiles, ChatTemplate, MAX_STOP_BYTES, MAX_STOPS, MAX_TEXT_BYTES, Message, PromptEnding, StopMatcher,
-    TemplateKwargs, TextError, Tokenizer,
+    TemplateInput, TemplateKwargs, TextError, Tokenizer,
 };
 
 use crate::support::tokenizers::{
@@ -39,7 +39,7 @@ struct ChatCase {
     #[serde(default)]
     kwargs: serde_json::Map<String, serde_json::Value>,
     #[serde(default)]
-    tools: Option<serde_json::Value>,
+    tools: Vec<serde_json::Value>,
     enable_thinking: Option<bool>,
 }
 
@@ -1218,26 +1218,33 @@ fn templates_of_other_families_match_the_goldens() {
         file["chat_template"].as_str().unwrap().as_bytes().to_vec()
     };
     for (folder, template, bos, least) in [
-        ("families/qwen-tokenizer", jinja, None, 9),
-        ("families/gemma4-tokenizer", gemma4, Some("<bos>"), 8),
+        ("families/qwen-tokenizer", jinja, None, 21),
+        ("families/gemma4-tokenizer", gemma4, Some("<bos>"), 13),
+        ("families/qwen35-template", bytes("families/qwen35-template/chat_template.jinja"), None, 21),
         ("families/tiny-llama", source("families/tiny-llama/chat_cases.json"), Some("<|begin_of_text|>"), 3),
         ("smollm2", source("smollm2/chat_cases.json"), None, 10),
     ] {
-        let tokenizer = match folder {
-            // SmolLM's tokenizer is in its GGUF file alone; it has the control tokens of the other one.
-            "smollm2" => tokenizer_at("families/qwen-tokenizer/tokenizer.json"),
-            _ => tokenizer_at(&format!("{folder}/tokenizer.json")),
+        let is_borrowed = ["smollm2", "families/qwen35-template"].contains(&folder);
+        let tokenizer = match is_borrowed {
+            // These have the control tokens of another tokenizer, which is in the tree.
+            true => tokenizer_at("families/qwen-tokenizer/tokenizer.json"),
+            false => tokenizer_at(&format!("{folder}/tokenizer.json")),
         };
         let files = ChatFiles { chat_template_jinja: Some(&template), ..ChatFiles::default() };
         let template = ChatTemplate::from_checkpoint(files, &tokenizer).unwrap();
         let mut checked = 0;
         for case in cases::<ChatCase>(&format!("{folder}/chat_cases.json"), least) {
-            // The server gives a template texts, and no tools.
+            // The server gives a template texts as content, and results as messages of their own. Clients may leave the
+            // content out.
+            let mut case = case;
+            for message in case.messages.as_array_mut().unwrap() {
+                if message.get("content").is_none_or(|content| content.is_null()) {
+                    message["content"] = "".into();
+                }
+            }
             let Ok(messages) = Vec::<Message>::deserialize(&case.messages) else { continue };
             let Some(expected) = &case.rendered else { continue };
-            let is_plain =
-                case.messages.as_array().unwrap().iter().all(|m| m.as_object().unwrap().len() == 2);
-            if messages.is_empty() || case.tools.is_some() || !is_plain {
+            if messages.is_empty() || case.messages.to_string().contains("tool_responses") {
                 continue;
             }
             let what = format!("{folder}: {}", case.note);
@@ -1248,13 +1255,15 @@ fn templates_of_other_families_match_the_goldens() {
                 true => PromptEnding::Answer,
                 false => PromptEnding::Closed,
             };
-            assert_eq!(&template.text(&messages, ending, &kwargs).unwrap(), expected, "{what}");
+            let input =
+                TemplateInput { tools: &case.tools, ..TemplateInput::new(&messages, ending, &kwargs) };
+            assert_eq!(&template.text(&input).unwrap(), expected, "{what}");
             let has_forged = messages.iter().any(|message| message.content.contains("<|"));
-            let prompt = template.prompt(&tokenizer, &messages, ending, &kwargs);
+            let prompt = template.prompt(&tokenizer, &input);
             // A template that reads the text of messages is not asked for messages with names of control tokens.
             let is_unclear = matches!(prompt, Err(TextError::Unclear { .. }));
             assert!(!is_unclear || has_forged && folder.contains("gemma4"), "{what}");
-            if let (Some(ids), false, false) = (&case.ids, has_forged, folder == "smollm2") {
+            if let (Some(ids), false, false) = (&case.ids, has_forged, is_borrowed) {
                 assert_eq!(&prompt.unwrap().ids(&tokenizer).unwrap(), ids, "{what}");
                 assert!(bos.is_none_or(|bos| expected.starts_with(bos)), "{what}");
             }
@@ -1323,7 +1332,8 @@ fn variables_of_a_request_reach_the_template_and_never_become_control_tokens() {
                   <end_of_turn>";
     let (template, tokenizer) = (template(source).unwrap(), tokenizer());
     let messages = [Message::new("user", "hi")];
-    let prompt = template.prompt(&tokenizer, &messages, PromptEnding::Answer, &kwargs).unwrap();
+    let prompt =
+        template.prompt(&tokenizer, &TemplateInput::new(&messages, PromptEnding::Answer, &kwargs)).unwrap();
     assert_eq!(prompt.text, "<bos><start_of_turn>merry 4 <end_of_turn>hi<end_of_turn>");
     let ids = prompt.ids(&tokenizer).unwrap();
     let of = |token: &str| {

@@ -319,11 +319,11 @@ impl Format for MessageFormat {
             if !answer.thought.is_empty() {
                 content.push(Block::thinking(answer.thought));
             }
-            for call in PartialCall::all(answer.calls) {
-                content.push(Block::from_call(call)?);
-            }
             if !answer.text.is_empty() {
                 content.push(Block::Text { text: answer.text });
+            }
+            for call in PartialCall::all(answer.calls) {
+                content.push(Block::from_call(call)?);
             }
         }
         Ok(Message::new(reply, content, stop, timings))

@@ -342,10 +342,9 @@ impl Format for Chat {
                 function: CalledFunction { name, arguments },
             };
             let tool_calls: Vec<_> = PartialCall::all(answer.calls).into_iter().map(call).collect();
-            let (content, tool_calls) = match tool_calls.is_empty() {
-                true => (Some(answer.text), None),
-                false => (None, Some(tool_calls)),
-            };
+            let tool_calls = Some(tool_calls).filter(|calls| !calls.is_empty());
+            // Clients expect null next to calls, and a text otherwise, even an empty one.
+            let content = Some(answer.text).filter(|text| !text.is_empty() || tool_calls.is_none());
             let thought = Some(answer.thought).filter(|thought| !thought.is_empty());
             let message = ChatAnswer {
                 role: Assistant::Assistant,
@@ -393,10 +392,11 @@ impl Format for Chat {
         if !thought.is_empty() {
             deltas.push(ChatDelta::thought(thought));
         }
-        deltas.extend(calls.into_iter().map(ChatDelta::call));
         if !text.is_empty() {
             deltas.push(ChatDelta::text(text));
-        } else if deltas.is_empty() && (logprobs.is_some() || has_id) {
+        }
+        deltas.extend(calls.into_iter().map(ChatDelta::call));
+        if deltas.is_empty() && (logprobs.is_some() || has_id) {
             // A token may add neither text nor calls. Its log probabilities or its id are sent anyway.
             deltas.push(ChatDelta::default());
         }

@@ -8,5 +8,10 @@ pub(super) static GEMMA4: Family = Family {
     bos: Some("<bos>"),
     end_of_turn: "<turn|>",
     between_turns: &["<|turn>", "<turn|>"],
-    thought: Some(ThoughtSyntax { open: "<|channel>", header: "thought\n", close: "<channel|>" }),
+    thought: Some(ThoughtSyntax {
+        open: "<|channel>",
+        header: "thought\n",
+        close: "<channel|>",
+        again_after: Some("<tool_response|>"),
+    }),
 };

@@ -1,12 +1,15 @@
 //! The conversations of families of models, as data: control tokens, and a chat template for checkpoints without one. A
 //! checkpoint's family is known by its vocabulary.
 
+mod calls;
 mod chatml;
 mod gemma;
 mod gemma4;
 mod llama;
 mod syntax;
 
+pub(super) use calls::CallBody;
+pub use calls::CallSyntax;
 pub use syntax::Family;
 pub(super) use syntax::THINK;
 
@@ -15,6 +18,15 @@ static FAMILIES: [&Family; 4] = [&gemma::GEMMA, &gemma4::GEMMA4, &llama::LLAMA, 
 /// The family of a vocabulary, of which `contains` says whether it has a token.
 pub(super) fn of(contains: impl Fn(&str) -> bool) -> Option<&'static Family> {
     FAMILIES.into_iter().find(|family| contains(family.mark))
+}
+
+/// The syntaxes of calls, and the one for models without their own.
+pub(super) fn call_syntaxes() -> impl Iterator<Item = &'static CallSyntax> {
+    calls::CALL_SYNTAXES.into_iter()
+}
+
+pub(super) fn plain_json() -> &'static CallSyntax {
+    &calls::PLAIN_JSON
 }
 
 /// Whether this control token separates turns in some family.

@@ -24,11 +24,13 @@ pub(in crate::text) struct ThoughtSyntax {
     /// The text that follows `open` and is not part of the thought.
     pub header: &'static str,
     pub close: &'static str,
+    /// A control token within a turn after which the model may think again.
+    pub again_after: Option<&'static str>,
 }
 
 /// How most models that think write down their thoughts: Qwen, and models of other families that learned it later.
 pub(in crate::text) const THINK: ThoughtSyntax =
-    ThoughtSyntax { open: "<think>", header: "\n", close: "</think>" };
+    ThoughtSyntax { open: "<think>", header: "\n", close: "</think>", again_after: None };
 
 /// A chat template in the binary.
 #[derive(Debug, Clone, Copy)]

@@ -428,6 +428,9 @@ impl ResponseFormat {
         if !delta.thought.is_empty() {
             events.extend(self.think(reply, std::mem::take(&mut delta.thought)));
         }
+        if !delta.text.is_empty() {
+            events.extend(self.say(reply, std::mem::take(&mut delta.text)));
+        }
         for piece in std::mem::take(&mut delta.calls) {
             events.extend(self.call(piece));
         }
@@ -438,8 +441,8 @@ impl ResponseFormat {
             (Some(Item::Thought { .. }), Some(Reason::Length)) => false,
             (Some(Item::Thought { .. }) | None, Some(_)) => true,
         };
-        if !delta.text.is_empty() || lacks_message {
-            events.extend(self.say(reply, std::mem::take(&mut delta.text)));
+        if lacks_message {
+            events.extend(self.say(reply, String::new()));
         }
         events
     }

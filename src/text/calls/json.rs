@@ -1,30 +1,19 @@
-//! Tool calls in a stream of text: `{"name": NAME, "parameters": {...}}`, or an array of such objects.
+//! Tool calls in a stream of text: `{"name": NAME, "parameters": {...}}`, or an array of such objects. Some models call the
+//! parameters `arguments`.
 //!
 //! An answer consists of calls only, or it is text. The reader decides this when it has seen the name of a tool and the
 //! opening brace of its parameters. Until then it holds everything back. If the answer turns out to be text, the reader
 //! returns what it held back as text. White space is allowed wherever JSON allows it. The JSON of parameters is
 //! returned unchanged.
 
-/// A piece of an answer: text, or a piece of a call.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub enum AnswerPiece {
-    Text(String),
-    Call(CallPiece),
-}
-
-/// A piece of a call. `index` counts calls from 0.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub enum CallPiece {
-    /// The next call has begun.
-    Name { index: usize, name: String },
-    /// More of the JSON of its parameters; never empty.
-    Parameters { index: usize, json: String },
-}
+use super::{AnswerPiece, CallPiece};
 
 /// Separates calls from text in a stream, in O(1) per byte.
 #[derive(Debug, Clone)]
 pub struct CallReader {
     names: Vec<String>,
+    /// The key of the parameters.
+    parameters: &'static str,
     state: State,
     /// Text held back because it may be the start of a call.
     pending: String,
@@ -66,7 +55,12 @@ enum State {
 impl CallReader {
     /// A reader for answers that may call the tools with these names.
     pub fn new(names: Vec<String>) -> Self {
-        Self { names, state: State::Start, pending: String::new(), name: String::new(), calls: 0 }
+        Self::with(names, "parameters")
+    }
+
+    /// Like [`Self::new`], with another key of the parameters.
+    pub(super) fn with(names: Vec<String>, parameters: &'static str) -> Self {
+        Self { names, parameters, state: State::Start, pending: String::new(), name: String::new(), calls: 0 }
     }
 
     /// Whether the answer contained calls, and all of them are complete.
@@ -139,7 +133,7 @@ impl CallReader {
             State::Value { key } if blank => Some(State::Value { key }),
             State::Value { key } => match (key.as_str(), c) {
                 ("name", '"') => Some(State::Quoted { json: c.into(), escaped: false, key: false }),
-                ("parameters", '{') if !self.name.is_empty() => {
+                (key, '{') if key == self.parameters && !self.name.is_empty() => {
                     let index = self.calls;
                     let name = std::mem::take(&mut self.name);
                     pieces.push(AnswerPiece::Call(CallPiece::Name { index, name }));

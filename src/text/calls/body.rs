@@ -1,0 +1,285 @@
+//! Reads calls between control tokens.
+//!
+//! The caller gives the text of an answer piece by piece, and the control tokens as they come. A control token that a
+//! text only spells is text.
+
+use std::sync::Arc;
+
+use serde_json::Value;
+
+use super::bare::BareBody;
+use super::json::CallReader;
+use super::tagged::TaggedBody;
+use super::values::Types;
+use super::{AnswerPiece, CallFormat, CallPiece, CallTokens};
+use crate::text::family::{CallBody, CallSyntax};
+
+/// A tool as the reader knows it: its name, and the types of its arguments.
+#[derive(Debug, Clone)]
+pub(super) struct KnownTool {
+    pub name: String,
+    parameters: Value,
+}
+
+impl KnownTool {
+    /// The types that the argument `key` may have.
+    pub fn types(&self, key: &str) -> Types {
+        let named = self.parameters.get("properties").and_then(|properties| properties.get(key));
+        named.map_or(Types::ANY, |schema| Types::of(schema, &self.parameters))
+    }
+}
+
+/// Reads the calls of an answer.
+#[derive(Debug, Clone)]
+pub(in crate::text) struct CallsReader {
+    pub tokens: CallTokens,
+    syntax: &'static CallSyntax,
+    tools: Arc<[KnownTool]>,
+    open: Option<Body>,
+    pieces: Pieces,
+    /// Whether the last call is complete.
+    is_complete: bool,
+}
+
+/// What was read and is not yet returned.
+#[derive(Debug, Clone, Default)]
+pub(super) struct Pieces {
+    list: Vec<AnswerPiece>,
+    /// The number of calls that have begun.
+    calls: usize,
+}
+
+impl Pieces {
+    pub fn call(&mut self, name: &str) {
+        self.list.push(AnswerPiece::Call(CallPiece::Name { index: self.calls, name: name.to_owned() }));
+        self.calls += 1;
+    }
+
+    /// More of the arguments of the last call.
+    pub fn json(&mut self, more: &str) {
+        match self.list.last_mut() {
+            _ if more.is_empty() => {}
+            Some(AnswerPiece::Call(CallPiece::Parameters { json, .. })) => json.push_str(more),
+            _ => {
+                let piece = CallPiece::Parameters { index: self.calls - 1, json: more.to_owned() };
+                self.list.push(AnswerPiece::Call(piece));
+            }
+        }
+    }
+
+    /// More of a text within the arguments of the last call.
+    pub fn quoted(&mut self, text: &str) {
+        let json = Value::from(text).to_string();
+        self.json(&json[1..json.len() - 1]);
+    }
+
+    pub fn text(&mut self, text: &str) {
+        match self.list.last_mut() {
+            _ if text.is_empty() => {}
+            Some(AnswerPiece::Text(before)) => before.push_str(text),
+            _ => self.list.push(AnswerPiece::Text(text.to_owned())),
+        }
+    }
+}
+
+/// The inside of a call.
+#[derive(Debug, Clone)]
+enum Body {
+    Json {
+        reader: CallReader,
+        before: usize,
+    },
+    Named(NamedBody),
+    Bare(BareBody),
+    Tagged(TaggedBody),
+    /// It is not a call of a known tool. All of it is text.
+    Text,
+}
+
+impl CallsReader {
+    /// A reader for calls of tools with these names and parameters. `None` = the format has no control tokens.
+    pub fn new<'a>(
+        format: &CallFormat,
+        tools: impl IntoIterator<Item = (&'a str, &'a Value)>,
+    ) -> Option<Self> {
+        let known = |(name, parameters): (&str, &Value)| KnownTool {
+            name: name.into(),
+            parameters: parameters.clone(),
+        };
+        Some(Self {
+            tokens: format.tokens.clone()?,
+            syntax: format.syntax,
+            tools: tools.into_iter().map(known).collect(),
+            open: None,
+            pieces: Pieces::default(),
+            is_complete: false,
+        })
+    }
+
+    pub fn has_tools(&self) -> bool {
+        !self.tools.is_empty()
+    }
+
+    /// Whether a call is open.
+    pub fn is_open(&self) -> bool {
+        self.open.is_some()
+    }
+
+    /// Whether the answer has calls, and the last one is complete.
+    pub fn called(&self) -> bool {
+        self.pieces.calls > 0 && self.is_complete
+    }
+
+    /// Whether a call has begun.
+    pub fn has_calls(&self) -> bool {
+        self.pieces.calls > 0
+    }
+
+    /// Begins a call, after [`CallTokens::open`].
+    pub fn open(&mut self) {
+        self.is_complete = false;
+        self.open = Some(match self.syntax.body {
+            CallBody::Json { arguments, .. } => {
+                let names = self.tools.iter().map(|tool| tool.name.clone()).collect();
+                Body::Json { reader: CallReader::with(names, arguments), before: self.pieces.calls }
+            }
+            CallBody::Named { .. } => Body::Named(NamedBody::default()),
+            CallBody::Bare { .. } => Body::Bare(BareBody::default()),
+            CallBody::Tagged => Body::Tagged(TaggedBody::default()),
+        });
+    }
+
+    /// Takes text within a call.
+    pub fn push(&mut self, text: &str) {
+        let (tools, pieces) = (&self.tools, &mut self.pieces);
+        let rest = match self.open.as_mut().expect("a call is open") {
+            Body::Json { reader, before } => {
+                let read = reader.push(text);
+                add(read, *before, pieces);
+                None
+            }
+            Body::Named(body) => body.push(text, pieces),
+            Body::Bare(body) => body.push(text, tools, pieces),
+            Body::Tagged(body) => body.push(text, tools, pieces),
+            Body::Text => Some(text.to_owned()),
+        };
+        self.give_up(rest);
+    }
+
+    /// Takes the control token within a call.
+    pub fn mark(&mut self) {
+        let rest = match self.open.as_mut().expect("a call is open") {
+            Body::Named(body) => body.mark(&self.tools, &mut self.pieces),
+            Body::Bare(body) => {
+                body.quote(&mut self.pieces);
+                None
+            }
+            Body::Json { .. } | Body::Tagged(_) | Body::Text => None,
+        };
+        self.give_up(rest);
+    }
+
+    /// The call turned out to be text, of which `rest` was held back.
+    fn give_up(&mut self, rest: Option<String>) {
+        if let Some(rest) = rest {
+            self.pieces.text(&rest);
+            self.open = Some(Body::Text);
+        }
+    }
+
+    /// Ends the call: with its control token, or, `cut`, because the answer ends. Then what is not yet known to be a call
+    /// is dropped: it is the beginning of one.
+    pub fn close(&mut self, cut: bool) {
+        let Some(open) = self.open.take() else { return };
+        let pieces = &mut self.pieces;
+        self.is_complete = match open {
+            Body::Json { mut reader, before } => {
+                let rest = reader.finish().filter(|_| !cut);
+                add(rest.into_iter().collect(), before, pieces);
+                reader.called()
+            }
+            Body::Named(body) => body.close(cut, pieces),
+            Body::Bare(body) => body.close(cut, pieces),
+            Body::Tagged(body) => body.close(cut, pieces),
+            Body::Text => false,
+        };
+    }
+
+    /// What was read since the last call.
+    pub fn take(&mut self) -> Vec<AnswerPiece> {
+        std::mem::take(&mut self.pieces.list)
+    }
+}
+
+/// Adds the pieces of a reader whose calls begin after `before` others.
+fn add(read: Vec<AnswerPiece>, before: usize, pieces: &mut Pieces) {
+    for piece in read {
+        match piece {
+            AnswerPiece::Text(text) => pieces.text(&text),
+            AnswerPiece::Call(CallPiece::Name { name, index }) => {
+                debug_assert_eq!(before + index, pieces.calls);
+                pieces.call(&name);
+            }
+            AnswerPiece::Call(CallPiece::Parameters { json, .. }) => pieces.json(&json),
+        }
+    }
+}
+
+/// A name, a control token, and JSON.
+#[derive(Debug, Clone, Default)]
+struct NamedBody {
+    name: String,
+    is_named: bool,
+    /// The number of open objects and arrays.
+    depth: usize,
+    is_quoted: bool,
+    is_escaped: bool,
+    is_complete: bool,
+}
+
+impl NamedBody {
+    fn push(&mut self, text: &str, pieces: &mut Pieces) -> Option<String> {
+        if !self.is_named {
+            self.name.push_str(text);
+            return None;
+        }
+        let mut end = 0;
+        for (at, c) in text.char_indices() {
+            if self.is_complete {
+                break;
+            }
+            match c {
+                _ if self.is_escaped => self.is_escaped = false,
+                '\\' if self.is_quoted => self.is_escaped = true,
+                '"' => self.is_quoted = !self.is_quoted,
+                '{' | '[' if !self.is_quoted => self.depth += 1,
+                '}' | ']' if !self.is_quoted => self.depth = self.depth.saturating_sub(1),
+                _ => {}
+            }
+            end = at + c.len_utf8();
+            self.is_complete = self.depth == 0 && c == '}';
+        }
+        pieces.json(&text[..end]);
+        None
+    }
+
+    fn mark(&mut self, tools: &[KnownTool], pieces: &mut Pieces) -> Option<String> {
+        if self.is_named {
+            return None;
+        }
+        let name = self.name.trim();
+        if !tools.iter().any(|tool| tool.name == name) {
+            return Some(std::mem::take(&mut self.name));
+        }
+        self.is_named = true;
+        pieces.call(name);
+        None
+    }
+
+    fn close(self, cut: bool, pieces: &mut Pieces) -> bool {
+        if !self.is_named && !cut {
+            pieces.text(&self.name);
+        }
+        self.is_complete
+    }
+}

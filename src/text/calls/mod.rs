@@ -1,0 +1,42 @@
+//! Tool calls in an answer: their syntax, how they are read, and the grammars that restrict them.
+//!
+//! | the model's syntax | a call is known by | file |
+//! |---|---|---|
+//! | JSON without control tokens | the text at the start of the answer | `json.rs`, by [`CallReader`] |
+//! | JSON between control tokens | a token id | `json.rs` |
+//! | keys without quotes, between control tokens | a token id | `bare.rs` |
+//! | tags for each argument, between control tokens | a token id | `tagged.rs` |
+//! | a name, a control token and JSON, after a control token | a token id | `body.rs` |
+//!
+//! Whatever the syntax is, the name of a tool comes first, and then its arguments as JSON, in pieces.
+
+mod bare;
+mod body;
+mod format;
+mod json;
+mod lark;
+mod tagged;
+mod values;
+
+pub use format::{CallFormat, CallTokens};
+pub use json::{CallReader, whole_parameters};
+
+pub(in crate::text) use body::CallsReader;
+pub use lark::CallTool;
+pub(in crate::text) use lark::{form, lark};
+
+/// A piece of an answer: text, or a piece of a call.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum AnswerPiece {
+    Text(String),
+    Call(CallPiece),
+}
+
+/// A piece of a call. `index` counts calls from 0.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum CallPiece {
+    /// The next call has begun.
+    Name { index: usize, name: String },
+    /// More of the JSON of its parameters; never empty.
+    Parameters { index: usize, json: String },
+}

@@ -1,0 +1,667 @@
+//! Tool calls in the syntax of each family: the prompt, the calls of an answer in every wire format, and that no syntax
+//! leaks into the text.
+
+use rand::seq::IndexedRandom;
+use rand::{Rng, SeedableRng};
+use rand_chacha::ChaCha8Rng;
+use serde_json::{Value, json};
+use unicorn::engine::{Event, FinishReason, Restriction, Timings};
+use unicorn::session::{Delta, GenerateRequest, Reason, Service, Tool, ToolChoice, Tools};
+use unicorn::text::{AnswerReader, CallFormat, CallPiece, CallSyntax, Message, PromptEnding, TemplateInput};
+
+use crate::support::app::{App, FamilyText, recorded};
+use crate::support::fake_runner::{Script, says};
+use crate::support::http::{chat, complete, content, events_of, parse, post_to, send_json, stream};
+use crate::support::json::with;
+use crate::support::tokenizers::cases;
+use crate::support::tools::{now, roll, weather};
+
+/// The families with a syntax of their own, and the names of the syntaxes.
+const FAMILIES: [(&str, &str); 3] = [("qwen", "hermes"), ("qwen35", "qwen3_coder"), ("gemma4", "gemma4")];
+
+/// A tool that gets a text, a number, a list and a truth value.
+fn note() -> Value {
+    json!({"type": "function", "function": {"name": "note", "description": "Keep a note", "parameters": {
+        "type": "object",
+        "properties": {
+            "text": {"type": "string"}, "count": {"type": "integer"},
+            "tags": {"type": "array", "items": {"type": "string"}}, "is_new": {"type": "boolean"},
+        },
+        "required": ["text"],
+    }}})
+}
+
+/// The format of a family's calls.
+fn format(family: &FamilyText) -> CallFormat {
+    CallFormat::of(&family.template(), &family.tokenizer)
+}
+
+/// A call as a model of the family writes it, with its control tokens: of `note` with a text and a number.
+fn call(family: &FamilyText, text: &str, count: u32) -> Vec<u32> {
+    let id = |token: &str| family.tokenizer.token_id(token).expect("a token of the family");
+    let plain = |text: &str| family.plain(text);
+    match format(family).syntax.name {
+        "hermes" => {
+            let arguments = json!({"text": text, "count": count});
+            let body = format!("\n{{\"name\": \"note\", \"arguments\": {arguments}}}\n");
+            [vec![id("<tool_call>")], plain(&body), vec![id("</tool_call>")]].concat()
+        }
+        "qwen3_coder" => {
+            let body = format!(
+                "\n<function=note>\n<parameter=text>\n{text}\n</parameter>\n<parameter=count>\n{count}\n</parameter>\n</function>\n"
+            );
+            [vec![id("<tool_call>")], plain(&body), vec![id("</tool_call>")]].concat()
+        }
+        "gemma4" => [
+            vec![id("<|tool_call>")],
+            plain(&format!("call:note{{count:{count},text:")),
+            vec![id("<|\"|>")],
+            plain(text),
+            vec![id("<|\"|>")],
+            plain("}"),
+            vec![id("<tool_call|>")],
+        ]
+        .concat(),
+        other => panic!("no calls of {other}"),
+    }
+}
+
+/// A chat that offers tools.
+fn ask(more: Value) -> Value {
+    let tools = json!([note(), now(), weather(), roll()]);
+    with(with(chat("Hi"), json!({"tools": tools, "max_tokens": 900, "reasoning_effort": "none"})), more)
+}
+
+/// The name and the arguments of each call of a message.
+fn calls_of(message: &Value) -> Vec<(String, Value)> {
+    let call = |call: &Value| {
+        let arguments = call["function"]["arguments"].as_str().expect("a text");
+        let arguments = serde_json::from_str(arguments).unwrap_or_else(|e| panic!("{e}: {arguments}"));
+        (call["function"]["name"].as_str().expect("a name").to_owned(), arguments)
+    };
+    message["tool_calls"].as_array().unwrap_or_else(|| panic!("{message}")).iter().map(call).collect()
+}
+
+/// Texts that look like syntax, and are not.
+const TRICKY: &str = "½ \"}\n</parameter> <tool_call|> {\\ </tool_call>";
+
+#[tokio::test]
+async fn calls_of_each_syntax_arrive_in_every_wire_format() {
+    for (name, _) in FAMILIES {
+        let family = FamilyText::new(name);
+        // In a syntax of tags, a text cannot have the tag that ends it on a line of its own.
+        let text = if name == "qwen35" { TRICKY.replace('\n', " ") } else { TRICKY.to_owned() };
+        let said = family.plain("I <tool_call> look.\n");
+        let ids = [said, call(&family, &text, 7), family.plain("\n"), call(&family, "b", 12)].concat();
+        let app = family.app(says(&ids, family.end()));
+        let expected = [
+            ("note".to_owned(), json!({"text": text, "count": 7})),
+            ("note".to_owned(), json!({"text": "b", "count": 12})),
+        ];
+        let (status, whole) = complete(&app, ask(json!({}))).await;
+        assert_eq!(status, 200, "{whole}");
+        let choice = &whole["choices"][0];
+        assert_eq!(calls_of(&choice["message"]), expected, "{name}");
+        assert_eq!(choice["message"]["content"], "I <tool_call> look.", "{name}");
+        assert_eq!(choice["finish_reason"], "tool_calls", "{name}");
+
+        let (lines, _) = stream(&app, ask(json!({"stream": true}))).await;
+        let chunks = parse(&lines);
+        assert_eq!(content(&chunks), "I <tool_call> look.", "{name}");
+        let (mut calls, mut pieces) = (Vec::<(String, String)>::new(), 0);
+        for entry in chunks.iter().filter_map(|chunk| chunk["choices"][0]["delta"]["tool_calls"].as_array()) {
+            let [entry] = entry.as_slice() else { panic!("{entry:?}") };
+            let (index, function) = (entry["index"].as_u64().expect("an index") as usize, &entry["function"]);
+            if index == calls.len() {
+                calls.push((function["name"].as_str().expect("a name first").to_owned(), String::new()));
+            }
+            calls[index].1.push_str(function["arguments"].as_str().expect("a text"));
+            pieces += 1;
+        }
+        assert!(pieces > 8, "{name}: arguments come in {pieces} pieces");
+        let calls: Vec<(String, Value)> = calls
+            .into_iter()
+            .map(|(name, json)| (name, serde_json::from_str(&json).expect("JSON")))
+            .collect();
+        assert_eq!(calls, expected, "{name}");
+
+        let function = note()["function"].clone();
+        let tool =
+            json!({"name": "note", "input_schema": function["parameters"], "description": "Keep a note"});
+        let asked = json!({
+            "model": "", "max_tokens": 900, "messages": [{"role": "user", "content": "Hi"}], "tools": [tool],
+            "thinking": {"type": "disabled"},
+        });
+        let (_, _, message) = send_json(&app.router, post_to("/v1/messages", asked.to_string())).await;
+        let blocks = message["content"].as_array().unwrap_or_else(|| panic!("{message}"));
+        assert_eq!(blocks[0]["text"], "I <tool_call> look.", "{name}");
+        assert_eq!(blocks[1]["input"], expected[0].1, "{name}");
+        assert_eq!((&message["stop_reason"], blocks.len()), (&json!("tool_use"), 3), "{name}");
+
+        let tool = with(function, json!({"type": "function"}));
+        let asked = json!({
+            "model": "", "input": "Hi", "tools": [tool], "stream": true, "max_output_tokens": 900,
+            "reasoning": {"effort": "none"},
+        });
+        let events = events_of(&app, "/v1/responses", asked).await;
+        let output = &events.last().expect("an end")["response"]["output"];
+        assert_eq!(output[0]["content"][0]["text"], "I <tool_call> look.", "{name}: {output}");
+        let arguments = output[1]["arguments"].as_str().expect("a text");
+        assert_eq!(serde_json::from_str::<Value>(arguments).expect("JSON"), expected[0].1, "{name}");
+    }
+}
+
+#[tokio::test]
+async fn the_template_writes_the_tools_and_the_calls_of_a_history() {
+    for (name, syntax) in FAMILIES {
+        let family = FamilyText::new(name);
+        let (script, seen) = recorded(says(&family.plain("Yes."), family.end()));
+        let app = family.app(script);
+        let made = |id: &str, arguments: Value| json!({"id": id, "type": "function", "function": {"name": "note", "arguments": arguments}});
+        let messages = json!([
+            {"role": "user", "content": "Hi"},
+            {"role": "assistant", "content": null, "tool_calls": [
+                made("x1", json!("{\"text\": \"a <tool_call> b\"}")), made("x2", json!({"text": "c", "count": 3})),
+            ]},
+            {"role": "tool", "tool_call_id": "x2", "content": "second"},
+            {"role": "tool", "tool_call_id": "x1", "content": [{"type": "text", "text": "first"}]},
+        ]);
+        let (status, body) = complete(&app, with(ask(json!({})), json!({"messages": messages}))).await;
+        assert_eq!(
+            (status.as_u16(), &body["choices"][0]["message"]["content"]),
+            (200, &json!("Yes.")),
+            "{body}"
+        );
+        let ids = seen.lock().expect("no panic").clone();
+        let prompt = family.tokenizer.decode(&ids, false);
+        let parts: &[&str] = match syntax {
+            "hermes" => &[
+                "<tools>\n{\"type\": \"function\", \"function\": {\"name\": \"note\", \"description\": \"Keep a note\"",
+                "<tool_call>\n{\"name\": \"note\", \"arguments\": {\"text\": \"a <tool_call> b\"}}\n</tool_call>",
+                "{\"text\": \"c\", \"count\": 3}",
+                "<tool_response>\nfirst\n</tool_response>\n<tool_response>\nsecond\n</tool_response>",
+            ],
+            "qwen3_coder" => &[
+                "<tools>\n{\"type\": \"function\"",
+                "<parameter=text>\na <tool_call> b\n</parameter>",
+                "<parameter=count>\n3\n</parameter>",
+                "<tool_response>\nfirst\n</tool_response>\n<tool_response>\nsecond\n</tool_response>",
+            ],
+            _ => &[
+                "<|tool>declaration:note{description:<|\"|>Keep a note<|\"|>",
+                "<|tool_call>call:note{text:<|\"|>a <tool_call> b<|\"|>}<tool_call|>",
+                "{count:3,text:<|\"|>c<|\"|>}",
+                "{value:<|\"|>first<|\"|>}<tool_response|><|tool_response>response:note{value:<|\"|>second<|\"|>}",
+            ],
+        };
+        let mut rest = prompt.as_str();
+        for part in parts {
+            let at = rest.find(part).unwrap_or_else(|| panic!("{name}: {part:?} is not in {rest:?}"));
+            rest = &rest[at + part.len()..];
+        }
+        // Of the names of control tokens, only those that the template wrote are control tokens.
+        let open = format(&family).tokens.expect("a syntax with tokens").open;
+        let opened = ids.iter().filter(|id| **id == open).count();
+        // Qwen's instructions name the tokens.
+        let named = if name == "gemma4" {
+            0
+        } else {
+            prompt.split("</tools>").last().map_or(0, |text| {
+                text.split("<|im_end|>").next().unwrap_or_default().matches("<tool_call>").count()
+            })
+        };
+        assert_eq!(opened, 2 + named, "{name}: {prompt}");
+    }
+}
+
+#[tokio::test]
+async fn choices_hold_for_calls_between_control_tokens() {
+    for (name, _) in FAMILIES {
+        let family = FamilyText::new(name);
+        let mut rng = ChaCha8Rng::seed_from_u64(0xbab);
+        let rows = family.tokenizer.vocab_size() as u32;
+        let (open, end) = (format(&family).tokens.expect("tokens").open, family.end());
+        // The model wants to call in every second answer.
+        let app = family.app(Box::new(move |_, _| match rng.random_range(0..6) {
+            0 => open,
+            1 => end,
+            _ => rng.random_range(0..rows),
+        }));
+        let named = json!({"type": "function", "function": {"name": "now"}});
+        for round in 0..6 {
+            let asked = json!({"tool_choice": named, "parallel_tool_calls": false, "max_tokens": 200});
+            let (_, body) = complete(&app, ask(asked)).await;
+            let choice = &body["choices"][0];
+            assert_eq!(
+                calls_of(&choice["message"]),
+                [("now".to_owned(), json!({}))],
+                "{name} {round}: {body}"
+            );
+            assert_eq!(choice["finish_reason"], "tool_calls");
+            assert!(choice["message"]["content"].is_null(), "{body}");
+            let (_, body) = complete(&app, ask(json!({"tool_choice": "none", "max_tokens": 60}))).await;
+            assert!(body["choices"][0]["message"].get("tool_calls").is_none(), "{name}: {body}");
+            let schema = json!({"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"], "additionalProperties": false});
+            let format = json!({"type": "json_schema", "json_schema": {"name": "a", "schema": schema, "strict": true}});
+            let (_, body) = complete(&app, ask(json!({"response_format": format, "max_tokens": 300}))).await;
+            let message = &body["choices"][0]["message"];
+            match message["content"].as_str() {
+                _ if body["choices"][0]["finish_reason"] == "length" => {}
+                Some(text) => {
+                    let value: Value =
+                        serde_json::from_str(text).unwrap_or_else(|e| panic!("{name}: {e}: {text}"));
+                    assert!(value["a"].is_boolean(), "{name}: {text}");
+                }
+                None => assert!(!calls_of(message).is_empty(), "{name}: {body}"),
+            }
+        }
+    }
+}
+
+fn tools(choice: ToolChoice, parallel: bool) -> Tools {
+    let tool = |definition: &Value| Tool {
+        name: definition["function"]["name"].as_str().expect("a name").to_owned(),
+        description: None,
+        parameters: definition["function"]
+            .get("parameters")
+            .cloned()
+            .unwrap_or(json!({"type": "object", "properties": {}})),
+        strict: false,
+        param: "tools".to_owned(),
+    };
+    Tools { list: [note(), now()].iter().map(tool).collect(), choice, only: None, parallel }
+}
+
+/// An answer, and what the reader made of it.
+struct Babble {
+    ids: Vec<u32>,
+    deltas: Vec<Delta>,
+    reason: Reason,
+}
+
+/// An answer of random ids, many of which are control tokens. The ids obey the masks of the request, as in the engine.
+fn babble(
+    service: &Service,
+    request: &GenerateRequest,
+    special: &[u32],
+    calls: &[Vec<u32>],
+    rng: &mut ChaCha8Rng,
+) -> Babble {
+    let (engine, mut answer) = service.prepare(request).expect("a sound request");
+    let mut mask = engine.mask;
+    let rows = service.engine().limits().vocab_size as u32;
+    let stops = &engine.sampling.stop_token_ids;
+    let is_biased =
+        |id: u32| engine.sampling.logit_bias.iter().any(|(other, bias)| *other == id && *bias < -1e30);
+    let (mut ids, mut deltas, mut planned) = (Vec::new(), Vec::new(), Vec::<u32>::new());
+    let most = rng.random_range(1..120);
+    loop {
+        if ids.len() == most {
+            let event = Event::Finished {
+                choice: 0,
+                reason: FinishReason::Length,
+                stop: None,
+                timings: Timings::default(),
+            };
+            deltas.push(answer.push(event).expect("no failure"));
+            break;
+        }
+        let words = match mask.as_mut().map(|mask| mask.restriction(&ids)) {
+            Some(Restriction::Binding) => mask.as_mut().map(|mask| mask.mask(&ids)),
+            _ => None,
+        };
+        let allowed = |id: u32| {
+            id < rows
+                && !is_biased(id)
+                && words.as_ref().is_none_or(|words| words[id as usize / 32] >> (id % 32) & 1 == 1)
+        };
+        if planned.is_empty() && rng.random_bool(0.05) {
+            planned = calls.choose(rng).expect("a call").iter().rev().copied().collect();
+        }
+        let wish = planned.pop().filter(|id| allowed(*id)).or_else(|| {
+            planned.clear();
+            special.choose(rng).copied().filter(|id| allowed(*id) && rng.random_bool(0.4))
+        });
+        let id = wish.unwrap_or_else(|| {
+            let from = rng.random_range(0..rows);
+            (from..rows).chain(0..from).find(|id| allowed(*id)).expect("an id is allowed")
+        });
+        ids.push(id);
+        if stops.contains(&id) {
+            let event = Event::Finished {
+                choice: 0,
+                reason: FinishReason::Stop(id),
+                stop: None,
+                timings: Timings::default(),
+            };
+            deltas.push(answer.push(event).expect("no failure"));
+            break;
+        }
+        let event = Event::Token { choice: 0, id, logprobs: None, timings: Timings::default() };
+        deltas.push(answer.push(event).expect("no failure"));
+    }
+    let reason = deltas.last().and_then(|delta| delta.end).expect("an end");
+    Babble { ids, deltas, reason }
+}
+
+/// The thoughts and the text of an answer, found in another way: the ids are cut at the control tokens.
+fn cut(family: &FamilyText, format: &CallFormat, ids: &[u32], is_inside: bool) -> (String, String) {
+    let thought = family.tokenizer.thought_tokens().expect("a family that thinks");
+    let tokens = format.tokens.as_ref().expect("a syntax with tokens");
+    let control: Vec<u32> = CONTROL.iter().filter_map(|name| family.tokenizer.token_id(name)).collect();
+    let (mut thoughts, mut text, mut run) = (String::new(), String::new(), Vec::new());
+    let (mut in_thought, mut in_call) = (is_inside, false);
+    let header = if format.syntax.name == "gemma4" { "thought\n" } else { "" };
+    let mut add = |run: &mut Vec<u32>, in_thought: bool, in_call: bool| {
+        let decoded = family.tokenizer.decode(&std::mem::take(run), true);
+        match (in_call, in_thought) {
+            (true, _) => {}
+            // The header of a thought is syntax, and so is its beginning.
+            (false, true) if header.starts_with(&decoded) => {}
+            (false, true) => thoughts.push_str(decoded.strip_prefix(header).unwrap_or(&decoded)),
+            (false, false) => text.push_str(&decoded),
+        }
+    };
+    for id in ids.iter().copied() {
+        if !control.contains(&id) {
+            run.push(id);
+            continue;
+        }
+        // A control token in the wrong place does not interrupt the characters around it.
+        let (opens, closes) = (id == tokens.open && !in_call, in_call && Some(id) == tokens.close);
+        let thinks = !in_call && (id == thought.open && !in_thought || id == thought.close && in_thought);
+        if opens || closes || thinks {
+            add(&mut run, in_thought, in_call);
+            (in_thought, in_call) = (thinks && id == thought.open, opens);
+        }
+    }
+    add(&mut run, in_thought, in_call);
+    (thoughts, text)
+}
+
+/// All control tokens of the families' thoughts and calls.
+const CONTROL: [&str; 14] = [
+    "<tool_call>",
+    "</tool_call>",
+    "<tool_response>",
+    "</tool_response>",
+    "<think>",
+    "</think>",
+    "<|tool_call>",
+    "<tool_call|>",
+    "<|tool_response>",
+    "<tool_response|>",
+    "<|\"|>",
+    "<|channel>",
+    "<channel|>",
+    "<|tool>",
+];
+
+fn dense(text: &str) -> String {
+    text.split_whitespace().collect()
+}
+
+#[test]
+fn no_syntax_leaks_and_no_byte_is_lost() {
+    let seed = 0x1eaf;
+    println!("seed {seed}");
+    for (name, _) in FAMILIES {
+        let mut rng = ChaCha8Rng::seed_from_u64(seed);
+        let family = FamilyText::new(name);
+        let (service, format) = (family.service(says(&[], family.end())), format(&family));
+        let special: Vec<u32> = CONTROL
+            .iter()
+            .filter_map(|token| family.tokenizer.token_id(token))
+            .chain([family.end()])
+            .collect();
+        let calls = [call(&family, TRICKY, 3), call(&family, "b", 4)];
+        let (mut complete, mut cut_off, mut mixed) = (0, 0, 0);
+        for round in 0..2000 {
+            let choice = *[ToolChoice::Auto, ToolChoice::Auto, ToolChoice::Required, ToolChoice::None]
+                .choose(&mut rng)
+                .expect("a choice");
+            let mut request = GenerateRequest {
+                messages: vec![Message::new("user", "Hi")],
+                tools: tools(choice, rng.random()),
+                ..GenerateRequest::default()
+            };
+            request.thinking.enabled = [None, Some(true), Some(false)].choose(&mut rng).copied().flatten();
+            request.thinking.budget = rng.random_bool(0.2).then_some(5);
+            let prompt = service.conversation(&request).expect("a prompt");
+            let start = family.tokenizer.thought_tokens().expect("thoughts").start_after(&prompt);
+            let is_inside = start == unicorn::text::ThoughtStart::Inside;
+            let Babble { ids, deltas, reason } = babble(&service, &request, &special, &calls, &mut rng);
+            let what = format!("{name} {round}: {choice:?}, {:?}", family.tokenizer.decode(&ids, false));
+
+            let mut sum = Delta::default();
+            deltas.into_iter().for_each(|delta| sum.append(delta));
+            let spoken: Vec<u32> = ids.iter().copied().filter(|id| *id != family.end()).collect();
+            let (thought, text) = cut(&family, &format, &spoken, is_inside);
+            let read = dense(&sum.thought);
+            assert_eq!(read, dense(&thought), "{what}");
+            assert_eq!(dense(&sum.text), dense(&text), "{what}");
+
+            let mut arguments = Vec::<(String, String)>::new();
+            for piece in sum.calls {
+                match piece {
+                    CallPiece::Name { index, name } => {
+                        assert_eq!(index, arguments.len(), "{what}");
+                        arguments.push((name, String::new()));
+                    }
+                    CallPiece::Parameters { index, json } => {
+                        assert!(index + 1 == arguments.len() && !json.is_empty(), "{what}");
+                        arguments[index].1.push_str(&json);
+                    }
+                }
+            }
+            let count = arguments.len();
+            for (i, (called, json)) in arguments.into_iter().enumerate() {
+                assert!(["note", "now"].contains(&called.as_str()), "{what}");
+                match serde_json::from_str::<Value>(&json) {
+                    Ok(value) => {
+                        assert!(value.is_object(), "{what}: {json}");
+                        complete += 1;
+                    }
+                    Err(error) => {
+                        assert!(i + 1 == count && reason == Reason::Length, "{what}: {json}: {error}");
+                        cut_off += 1;
+                    }
+                }
+            }
+            match choice {
+                ToolChoice::None => assert_eq!(count, 0, "{what}"),
+                _ if reason == Reason::Called => assert!(count > 0, "{what}"),
+                ToolChoice::Required => assert_eq!(reason, Reason::Length, "{what}"),
+                ToolChoice::Auto => assert!(count == 0 || reason == Reason::Length, "{what}: {reason:?}"),
+            }
+            mixed += usize::from(count > 0 && !read.is_empty());
+        }
+        println!(
+            "{name}: {complete} complete calls, {cut_off} cut off, {mixed} answers with thoughts and calls"
+        );
+        assert!(complete > 300 && cut_off > 100 && mixed > 50, "{name}: {complete}, {cut_off}, {mixed}");
+    }
+}
+
+/// A script that says the same ids after the same text, half of which are control tokens.
+fn hashed(family: &FamilyText) -> Script {
+    use std::hash::{DefaultHasher, Hash, Hasher};
+    let special: Vec<u32> = CONTROL.iter().filter_map(|token| family.tokenizer.token_id(token)).collect();
+    let (rows, end) = (family.tokenizer.vocab_size() as u64, family.end());
+    Box::new(move |tokens, _| {
+        let mut hasher = DefaultHasher::new();
+        tokens.hash(&mut hasher);
+        let hash = hasher.finish();
+        match hash % 16 {
+            0..6 => special[(hash / 16) as usize % special.len()],
+            6 => end,
+            _ => (hash / 16 % rows) as u32,
+        }
+    })
+}
+
+/// A message without the ids of its calls.
+fn without_ids(message: &Value) -> (Value, Value, Vec<Value>) {
+    let calls = message["tool_calls"].as_array().cloned().unwrap_or_default();
+    let functions = calls.iter().map(|call| call["function"].clone()).collect();
+    (message["content"].clone(), message["reasoning"].clone(), functions)
+}
+
+async fn streamed(app: &App, body: Value) -> (Value, Value, Vec<Value>) {
+    let (lines, _) = stream(app, with(body, json!({"stream": true}))).await;
+    let (mut content, mut reasoning, mut functions) = (String::new(), String::new(), Vec::<Value>::new());
+    for chunk in parse(&lines) {
+        let delta = &chunk["choices"][0]["delta"];
+        content.push_str(delta["content"].as_str().unwrap_or_default());
+        reasoning.push_str(delta["reasoning"].as_str().unwrap_or_default());
+        for entry in delta["tool_calls"].as_array().into_iter().flatten() {
+            let index = entry["index"].as_u64().expect("an index") as usize;
+            if index == functions.len() {
+                functions.push(json!({"name": entry["function"]["name"], "arguments": ""}));
+            }
+            let more = entry["function"]["arguments"].as_str().expect("a text");
+            let arguments = functions[index]["arguments"].as_str().expect("a text").to_owned() + more;
+            functions[index]["arguments"] = arguments.into();
+        }
+    }
+    let or_null = |text: String| if text.is_empty() { Value::Null } else { text.into() };
+    (or_null(content), or_null(reasoning), functions)
+}
+
+#[tokio::test]
+async fn streams_have_the_bytes_of_whole_answers() {
+    for (name, _) in FAMILIES {
+        let family = FamilyText::new(name);
+        let app = family.app(hashed(&family));
+        for round in 0..60 {
+            let choice = ["auto", "required"][round % 2];
+            let more = json!({"tool_choice": choice, "max_tokens": 10 + 2 * round, "tools": [note(), now()]});
+            let body = with(chat(&format!("Round {round}")), more);
+            let (status, whole) = complete(&app, body.clone()).await;
+            assert_eq!(status, 200, "{whole}");
+            let (mut content, reasoning, functions) = without_ids(&whole["choices"][0]["message"]);
+            if content == "" {
+                content = Value::Null;
+            }
+            assert_eq!(
+                streamed(&app, body).await,
+                (content, reasoning, functions),
+                "{name} {round}: {whole}"
+            );
+        }
+    }
+}
+
+#[test]
+fn calls_that_a_template_writes_are_read_back() {
+    #[derive(serde::Deserialize)]
+    struct Case {
+        note: String,
+        messages: Value,
+        #[serde(default)]
+        tools: Vec<Value>,
+    }
+    for (name, folder) in
+        [("qwen", "qwen-tokenizer"), ("qwen35", "qwen35-template"), ("gemma4", "gemma4-tokenizer")]
+    {
+        let family = FamilyText::new(name);
+        let (template, format) = (family.template(), format(&family));
+        let tokens = format.tokens.clone().expect("a syntax with tokens");
+        let mut calls = 0;
+        for case in cases::<Case>(&format!("families/{folder}/chat_cases.json"), 10) {
+            let messages: Vec<Value> = case.messages.as_array().expect("a list").clone();
+            let filled = messages.into_iter().map(|message| {
+                let is_null = message.get("content").is_none_or(Value::is_null);
+                if is_null { with(message, json!({"content": ""})) } else { message }
+            });
+            let Ok(messages) = serde_json::from_value::<Vec<Message>>(filled.collect()) else { continue };
+            let kwargs = Default::default();
+            for message in messages.iter().filter(|message| !message.tool_calls.is_empty()) {
+                // A text in place of the arguments is not a call that a model writes.
+                if message.tool_calls.iter().any(|call| !call.function.arguments.is_object()) {
+                    continue;
+                }
+                let conversation = [Message::new("user", "Hi"), message.clone()];
+                let input = TemplateInput {
+                    tools: &case.tools,
+                    ..TemplateInput::new(&conversation, PromptEnding::Closed, &kwargs)
+                };
+                let ids =
+                    template.prompt(&family.tokenizer, &input).expect("a prompt").ids(&family.tokenizer);
+                let ids = ids.expect("ids");
+                // Before the calls, the template writes the names of tokens in its instructions.
+                let user = family.plain("Hi");
+                let turn =
+                    ids.windows(user.len()).rposition(|window| window == user).expect("the user's text");
+                let first = turn + ids[turn..].iter().position(|id| *id == tokens.open).expect("a call");
+                let schema = |name: &str| {
+                    let tool = case.tools.iter().find(|tool| tool["function"]["name"] == name);
+                    tool.map_or(json!({"type": "object"}), |tool| tool["function"]["parameters"].clone())
+                };
+                let schemas: Vec<(String, Value)> = message
+                    .tool_calls
+                    .iter()
+                    .map(|call| (call.function.name.clone(), schema(&call.function.name)))
+                    .collect();
+                let mut reader = AnswerReader::new(family.tokenizer.detokenizer(true))
+                    .with_calls(&format, schemas.iter().map(|(name, schema)| (name.as_str(), schema)));
+                let mut read = Vec::<(String, String)>::new();
+                let rest = ids[first..].iter().take_while(|id| **id != family.end());
+                for piece in rest.flat_map(|id| reader.push(*id).calls) {
+                    match piece {
+                        CallPiece::Name { name, .. } => read.push((name, String::new())),
+                        CallPiece::Parameters { index, json } => read[index].1.push_str(&json),
+                    }
+                }
+                let what = format!("{name}: {}", case.note);
+                assert!(reader.called(), "{what}");
+                let read: Vec<(String, Value)> = read
+                    .into_iter()
+                    .map(|(name, json)| {
+                        (name, serde_json::from_str(&json).unwrap_or_else(|e| panic!("{what}: {e}: {json}")))
+                    })
+                    .collect();
+                let written: Vec<(String, Value)> = message
+                    .tool_calls
+                    .iter()
+                    .map(|call| (call.function.name.clone(), call.function.arguments.clone()))
+                    .collect();
+                assert_eq!(read, written, "{what}");
+                calls += read.len();
+            }
+        }
+        println!("{name}: {calls} calls");
+        assert!(calls >= 4, "{name}: {calls} calls");
+    }
+}
+
+#[test]
+fn a_format_follows_the_template_and_needs_its_tokens() {
+    for (name, syntax) in FAMILIES {
+        let family = FamilyText::new(name);
+        assert_eq!(format(&family).syntax.name, syntax);
+        for other in CallSyntax::names() {
+            let named = CallFormat::named(other, &family.tokenizer);
+            let is_close = other == syntax || ["json", "llama3_json"].contains(&other);
+            let is_sibling = name != "gemma4" && ["hermes", "qwen3_coder"].contains(&other);
+            match named {
+                Ok(format) => {
+                    assert!(format.syntax.name == other && (is_close || is_sibling), "{name}: {other}")
+                }
+                Err(error) => assert!(
+                    !is_close && !is_sibling && error.contains("needs the token")
+                        || error.contains("need the token"),
+                    "{error}"
+                ),
+            }
+        }
+        let error = CallFormat::named("nothing", &family.tokenizer).unwrap_err();
+        assert!(error.starts_with("expected one of") && error.contains("hermes"), "{error}");
+    }
+    // A template that knows no tools.
+    let tokenizer = crate::support::tokenizers::tokenizer();
+    assert_eq!(
+        CallFormat::of(&crate::support::tokenizers::gemma_template(), &tokenizer),
+        CallFormat::plain()
+    );
+}
