@@ -115,6 +115,8 @@ pub struct Model {
     pub tokenizer: Option<String>,
     /// Path of a chat template. `None` = the checkpoint's own.
     pub chat_template: Option<String>,
+    /// The syntax of the model's tool calls. `None` = as its chat template writes them.
+    pub tool_call_parser: Option<String>,
     /// The draft model for speculative decoding.
     pub draft: Option<String>,
     pub quantize: QuantizeMode,

@@ -234,6 +234,11 @@ impl Server {
         Ok(service)
     }
 
+    /// The name of the syntax in which the loaded model calls tools.
+    pub(in crate::api) fn call_syntax(&self) -> Option<&'static str> {
+        self.service.get().map(|service| service.call_format().syntax.name)
+    }
+
     pub(in crate::api) fn engine(&self) -> Option<&EngineHandle> {
         self.service.get().map(|s| s.engine())
     }

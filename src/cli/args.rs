@@ -2,6 +2,7 @@
 
 use std::path::PathBuf;
 
+use clap::builder::PossibleValuesParser;
 use clap::{Args, Parser, Subcommand};
 use clap_complete::Shell;
 
@@ -12,6 +13,7 @@ use crate::model::arch;
 use crate::model::spec::Shape;
 use crate::model::tensors::{InputGroup, Role, TensorSpec};
 use crate::tensor::{Bits, Precision, QuantizeMode, Scales, Scheme};
+use crate::text::CallSyntax;
 
 #[derive(Debug, Parser)]
 #[command(name = "unicorn", version, about = "A local LLM server in Vulkan compute shaders", long_about = None)]
@@ -247,6 +249,9 @@ pub struct ServeOptions {
     pub engine: EngineOptions,
     #[command(flatten)]
     pub template: TemplateOption,
+    /// Syntax in which the model calls tools [default: as its chat template writes calls]
+    #[arg(long, id = "model.tool_call_parser", value_name = "NAME", value_parser = PossibleValuesParser::new(CallSyntax::names()))]
+    pub tool_call_parser: Option<String>,
     /// Id of the model in the API [default: the folder's name]
     #[arg(long, id = "model.name", value_name = "NAME")]
     pub name: Option<String>,

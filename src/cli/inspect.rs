@@ -13,7 +13,7 @@ use super::terminal::{bytes, print};
 use crate::checkpoint::{self, Manifest};
 use crate::config::Config;
 use crate::model::spec::{AttentionHeads, Mixture};
-use crate::text::visible;
+use crate::text::{CallFormat, visible};
 
 pub fn inspect(options: &Config, args: &args::Inspect) -> Result<(), Error> {
     let files = load::files_at(Path::new(&args.model), &options.model)?;
@@ -42,6 +42,11 @@ pub fn inspect(options: &Config, args: &args::Inspect) -> Result<(), Error> {
         *sum = (sum.0 + 1, sum.1 + tensor.num_elements() as u64, sum.2 + tensor.stored_bytes());
     }
     let parameters: u64 = by_scheme.values().map(|(_, weights, _)| weights).sum();
+    let tool_calls = match load::tokenizer_and_template(&files) {
+        Ok(Some((tokenizer, template))) => Some(CallFormat::of(&template, &tokenizer).syntax.name.to_owned()),
+        Ok(None) => None,
+        Err(error) => Some(format!("unknown: {error}")),
+    };
     let full_attention_layers = config.layers.iter().filter(|layer| layer.window.is_none()).count();
     if args.json {
         let tensors: Vec<_> = weights
@@ -77,6 +82,7 @@ pub fn inspect(options: &Config, args: &args::Inspect) -> Result<(), Error> {
             "sliding_window": config.window(),
             "vocab_size": config.vocab_size,
             "max_position_embeddings": config.max_position_embeddings,
+            "tool_call_parser": tool_calls,
             "skipped_vision_tensors": weights.skipped_vision,
             "defects": weights.defects(),
             "schemes": by_scheme
@@ -133,6 +139,9 @@ pub fn inspect(options: &Config, args: &args::Inspect) -> Result<(), Error> {
         line("experts", format!("{count} of width {intermediate_size}, of which a token uses {used}"));
     }
     line("context", format!("{} tokens at most", config.max_position_embeddings));
+    if let Some(calls) = tool_calls {
+        line("tool calls", calls);
+    }
     line("weights", format!("{:.3} billion in {}", parameters as f64 / 1e9, bytes(checkpoint.total_bytes())));
     for (scheme, (tensors, weights, stored)) in by_scheme {
         line(

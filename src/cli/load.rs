@@ -26,7 +26,7 @@ use crate::model::{self, Runner, SamplingOptions, heaps};
 use crate::npu::cli::Npu;
 use crate::session::Service;
 use crate::tensor::{KvDtype, Precision};
-use crate::text::{ChatFiles, ChatTemplate, Tokenizer};
+use crate::text::{CallFormat, ChatFiles, ChatTemplate, Tokenizer};
 
 /// Longest wait until the engine releases the device.
 const ENGINE_END: Duration = Duration::from_secs(10);
@@ -94,6 +94,8 @@ pub fn demo_files() -> ModelFiles {
 pub struct Texts {
     pub tokenizer: Tokenizer,
     template: ChatTemplate,
+    /// How the model calls tools.
+    pub calls: CallFormat,
     defaults: SamplingOptions,
     stop_token_ids: Vec<u32>,
     suppress_tokens: Vec<u32>,
@@ -118,33 +120,49 @@ pub enum Watch {
     Activations,
 }
 
-/// Reads the small files. Most errors of a model are found here, before the large files are read.
-pub fn texts(files: &ModelFiles, config: ModelSpec, generation: &GenerationConfig) -> Result<Texts, Error> {
+/// The tokenizer and the chat template of a checkpoint. `None` = it has no tokenizer.
+pub fn tokenizer_and_template(files: &ModelFiles) -> Result<Option<(Tokenizer, ChatTemplate)>, Error> {
     let read = |name: &str| files.read(name);
-    let Some(tokenizer_json) = read("tokenizer.json")? else {
-        let problem = "holds no tokenizer.json; give the original model's tokenizer.json with --tokenizer";
-        return Err(Error::Argument(format!("{}: {problem}", files.location())));
-    };
+    let Some(tokenizer_json) = read("tokenizer.json")? else { return Ok(None) };
     let tokenizer = Tokenizer::from_bytes(&tokenizer_json, &files.display("tokenizer.json"))?;
-    tokenizer.fits(config.vocab_size)?;
     let (tokenizer_config, jinja) = (read("tokenizer_config.json")?, read("chat_template.jinja")?);
     let chat_files =
         ChatFiles { tokenizer_config: tokenizer_config.as_deref(), chat_template_jinja: jinja.as_deref() };
     let template = ChatTemplate::from_checkpoint(chat_files, &tokenizer)?;
-    tracing::info!("template {}", template.origin());
+    Ok(Some((tokenizer, template)))
+}
+
+/// Reads the small files. Most errors of a model are found here, before the large files are read.
+pub fn texts(
+    files: &ModelFiles,
+    config: ModelSpec,
+    generation: &GenerationConfig,
+    tool_call_parser: Option<&str>,
+) -> Result<Texts, Error> {
+    let Some((tokenizer, template)) = tokenizer_and_template(files)? else {
+        let problem = "holds no tokenizer.json; give the original model's tokenizer.json with --tokenizer";
+        return Err(Error::Argument(format!("{}: {problem}", files.location())));
+    };
+    tokenizer.fits(config.vocab_size)?;
+    let calls = match tool_call_parser {
+        None => CallFormat::of(&template, &tokenizer),
+        Some(name) => CallFormat::named(name, &tokenizer)
+            .map_err(|problem| Error::Argument(format!("model.tool_call_parser: {problem}")))?,
+    };
+    tracing::info!("template {}; tool calls: {}", template.origin(), calls.syntax.name);
 
     let mut stop_token_ids = config.eos_token_ids.clone();
     // Some configs do not name the token with which the model ends its turns.
     let end_of_turn = tokenizer.end_of_turn();
     stop_token_ids.extend(end_of_turn.filter(|id| !config.eos_token_ids.contains(id)));
     let (defaults, suppress_tokens) = (generation.sampling_defaults(), config.suppress_tokens);
-    Ok(Texts { tokenizer, template, defaults, stop_token_ids, suppress_tokens })
+    Ok(Texts { tokenizer, template, calls, defaults, stop_token_ids, suppress_tokens })
 }
 
 /// Loads `files`.
 pub fn model(files: &ModelFiles, config: &Config, watch: Watch) -> Result<Model, Error> {
     let (spec, generation) = arch::load(files)?;
-    let texts = texts(files, spec.clone(), &generation)?;
+    let texts = texts(files, spec.clone(), &generation, config.model.tool_call_parser.as_deref())?;
     let source = Source::with_config(files, spec, generation)?;
     let draft_files = draft_files(config)?;
     let draft = draft_files.as_ref().map(Source::open).transpose()?;
@@ -547,6 +565,7 @@ impl Texts {
     /// The service of a model with a running engine.
     pub fn service(self, engine: EngineHandle, config: &Config) -> Service {
         let service = Service::new(engine, self.tokenizer, self.template, self.defaults, self.stop_token_ids)
+            .with_calls(self.calls)
             .with_suppressed(self.suppress_tokens);
         service.with_special_in_content(config.tokenizer.special_in_content)
     }

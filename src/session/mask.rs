@@ -199,7 +199,7 @@ enum CallPlace {
     Text {
         is_empty: bool,
     },
-    Inside(Constraint),
+    Inside(Box<Constraint>),
     /// After a call. One token of white space may follow.
     After {
         is_blank: bool,
@@ -235,7 +235,7 @@ impl CallGuard {
             CallPlace::After { is_blank } if !opens => *is_blank = true,
             _ => {
                 self.calls += 1;
-                self.at = CallPlace::Inside(self.grammar.start());
+                self.at = CallPlace::Inside(Box::new(self.grammar.start()));
             }
         }
         Ok(false)

@@ -247,6 +247,7 @@ fn config_show_shows_every_option_of_the_command_line() {
         ("--quantize", "int8-row", "quantize = \"int8-row\""),
         ("--tokenizer", "t", "tokenizer = \"t\""),
         ("--chat-template", "j", "chat_template = \"j\""),
+        ("--tool-call-parser", "hermes", "tool_call_parser = \"hermes\""),
         ("--device", "d", "device = \"d\""),
         ("--models-dir", "f", "dir = \"f\""),
         ("--model-config", "c", "config = \"c\""),

@@ -120,11 +120,15 @@ replies! {
         architecture: Architecture,
         /// Parameters of chat completions, as OpenRouter's list of models names them.
         supported_parameters: [&'static str; SUPPORTED_PARAMETERS.len()],
+        /// The syntax in which the model calls tools. `json` = it has none of its own.
+        tool_call_parser?: &'static str,
         /// The most tokens of prompt and answer together. The same number has several names: `max_model_len` (vLLM),
-        /// `context_length` (OpenRouter), `max_input_tokens` and `max_tokens` (Anthropic), and `n_ctx` in `meta`
-        /// (llama.cpp).
+        /// `context_length` (OpenRouter), `max_context_length` (LM Studio), `context_window` (Groq),
+        /// `max_input_tokens` and `max_tokens` (Anthropic), and `n_ctx` in `meta` (llama.cpp).
         max_model_len?: usize,
         context_length?: usize,
+        max_context_length?: usize,
+        context_window?: usize,
         max_input_tokens?: usize,
         max_tokens?: usize,
         meta?: ModelMeta,
@@ -210,8 +214,11 @@ impl Model {
                 output_modalities: ["text"],
             },
             supported_parameters: SUPPORTED_PARAMETERS,
+            tool_call_parser: server.call_syntax(),
             max_model_len: context,
             context_length: context,
+            max_context_length: context,
+            context_window: context,
             max_input_tokens: context,
             max_tokens: context,
             meta: limits.map(|limits| ModelMeta {

@@ -240,7 +240,8 @@ fn load_and_start(
     cancelled: Arc<AtomicBool>,
 ) -> Result<(Service, ModelReport), Error> {
     let (model_config, generation) = arch::load(files)?;
-    let texts = load::texts(files, model_config, &generation)?;
+    let parser = config.model.tool_call_parser.as_deref();
+    let texts = load::texts(files, model_config, &generation, parser)?;
     let draft_files = load::draft_files(config)?;
     if let Some(draft) = &draft_files {
         let (draft_config, _) = arch::load(draft)?;

@@ -6,7 +6,7 @@
 
 use serde_json::Value;
 
-use super::body::{KnownTool, Pieces};
+use super::pieces::{KnownTool, Pieces};
 
 /// Reads one call.
 #[derive(Debug, Clone, Default)]

@@ -8,26 +8,11 @@ use std::sync::Arc;
 use serde_json::Value;
 
 use super::bare::BareBody;
+use super::format::{CallFormat, CallTokens};
 use super::json::CallReader;
+use super::pieces::{AnswerPiece, CallPiece, KnownTool, Pieces};
 use super::tagged::TaggedBody;
-use super::values::Types;
-use super::{AnswerPiece, CallFormat, CallPiece, CallTokens};
 use crate::text::family::{CallBody, CallSyntax};
-
-/// A tool as the reader knows it: its name, and the types of its arguments.
-#[derive(Debug, Clone)]
-pub(super) struct KnownTool {
-    pub name: String,
-    parameters: Value,
-}
-
-impl KnownTool {
-    /// The types that the argument `key` may have.
-    pub fn types(&self, key: &str) -> Types {
-        let named = self.parameters.get("properties").and_then(|properties| properties.get(key));
-        named.map_or(Types::ANY, |schema| Types::of(schema, &self.parameters))
-    }
-}
 
 /// Reads the calls of an answer.
 #[derive(Debug, Clone)]
@@ -39,47 +24,6 @@ pub(in crate::text) struct CallsReader {
     pieces: Pieces,
     /// Whether the last call is complete.
     is_complete: bool,
-}
-
-/// What was read and is not yet returned.
-#[derive(Debug, Clone, Default)]
-pub(super) struct Pieces {
-    list: Vec<AnswerPiece>,
-    /// The number of calls that have begun.
-    calls: usize,
-}
-
-impl Pieces {
-    pub fn call(&mut self, name: &str) {
-        self.list.push(AnswerPiece::Call(CallPiece::Name { index: self.calls, name: name.to_owned() }));
-        self.calls += 1;
-    }
-
-    /// More of the arguments of the last call.
-    pub fn json(&mut self, more: &str) {
-        match self.list.last_mut() {
-            _ if more.is_empty() => {}
-            Some(AnswerPiece::Call(CallPiece::Parameters { json, .. })) => json.push_str(more),
-            _ => {
-                let piece = CallPiece::Parameters { index: self.calls - 1, json: more.to_owned() };
-                self.list.push(AnswerPiece::Call(piece));
-            }
-        }
-    }
-
-    /// More of a text within the arguments of the last call.
-    pub fn quoted(&mut self, text: &str) {
-        let json = Value::from(text).to_string();
-        self.json(&json[1..json.len() - 1]);
-    }
-
-    pub fn text(&mut self, text: &str) {
-        match self.list.last_mut() {
-            _ if text.is_empty() => {}
-            Some(AnswerPiece::Text(before)) => before.push_str(text),
-            _ => self.list.push(AnswerPiece::Text(text.to_owned())),
-        }
-    }
 }
 
 /// The inside of a call.
@@ -102,14 +46,10 @@ impl CallsReader {
         format: &CallFormat,
         tools: impl IntoIterator<Item = (&'a str, &'a Value)>,
     ) -> Option<Self> {
-        let known = |(name, parameters): (&str, &Value)| KnownTool {
-            name: name.into(),
-            parameters: parameters.clone(),
-        };
         Some(Self {
             tokens: format.tokens.clone()?,
             syntax: format.syntax,
-            tools: tools.into_iter().map(known).collect(),
+            tools: tools.into_iter().map(|(name, parameters)| KnownTool::new(name, parameters)).collect(),
             open: None,
             pieces: Pieces::default(),
             is_complete: false,
@@ -127,12 +67,12 @@ impl CallsReader {
 
     /// Whether the answer has calls, and the last one is complete.
     pub fn called(&self) -> bool {
-        self.pieces.calls > 0 && self.is_complete
+        self.pieces.calls() > 0 && self.is_complete
     }
 
     /// Whether a call has begun.
     pub fn has_calls(&self) -> bool {
-        self.pieces.calls > 0
+        self.pieces.calls() > 0
     }
 
     /// Begins a call, after [`CallTokens::open`].
@@ -141,7 +81,7 @@ impl CallsReader {
         self.open = Some(match self.syntax.body {
             CallBody::Json { arguments, .. } => {
                 let names = self.tools.iter().map(|tool| tool.name.clone()).collect();
-                Body::Json { reader: CallReader::with(names, arguments), before: self.pieces.calls }
+                Body::Json { reader: CallReader::with(names, arguments), before: self.pieces.calls() }
             }
             CallBody::Named { .. } => Body::Named(NamedBody::default()),
             CallBody::Bare { .. } => Body::Bare(BareBody::default()),
@@ -207,7 +147,7 @@ impl CallsReader {
 
     /// What was read since the last call.
     pub fn take(&mut self) -> Vec<AnswerPiece> {
-        std::mem::take(&mut self.pieces.list)
+        self.pieces.take()
     }
 }
 
@@ -217,7 +157,7 @@ fn add(read: Vec<AnswerPiece>, before: usize, pieces: &mut Pieces) {
         match piece {
             AnswerPiece::Text(text) => pieces.text(&text),
             AnswerPiece::Call(CallPiece::Name { name, index }) => {
-                debug_assert_eq!(before + index, pieces.calls);
+                debug_assert_eq!(before + index, pieces.calls());
                 pieces.call(&name);
             }
             AnswerPiece::Call(CallPiece::Parameters { json, .. }) => pieces.json(&json),

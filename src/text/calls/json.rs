@@ -6,7 +6,7 @@
 //! returns what it held back as text. White space is allowed wherever JSON allows it. The JSON of parameters is
 //! returned unchanged.
 
-use super::{AnswerPiece, CallPiece};
+use super::pieces::{AnswerPiece, CallPiece};
 
 /// Separates calls from text in a stream, in O(1) per byte.
 #[derive(Debug, Clone)]

@@ -10,7 +10,7 @@ use std::fmt::Write;
 
 use serde_json::{Map, Value, json};
 
-use super::CallFormat;
+use super::format::CallFormat;
 use super::tagged::END_OF_VALUE;
 use super::values::Types;
 use crate::text::family::CallBody;

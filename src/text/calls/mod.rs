@@ -15,28 +15,14 @@ mod body;
 mod format;
 mod json;
 mod lark;
+mod pieces;
 mod tagged;
 mod values;
 
 pub use format::{CallFormat, CallTokens};
 pub use json::{CallReader, whole_parameters};
+pub use pieces::{AnswerPiece, CallPiece};
 
 pub(in crate::text) use body::CallsReader;
 pub use lark::CallTool;
 pub(in crate::text) use lark::{form, lark};
-
-/// A piece of an answer: text, or a piece of a call.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub enum AnswerPiece {
-    Text(String),
-    Call(CallPiece),
-}
-
-/// A piece of a call. `index` counts calls from 0.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub enum CallPiece {
-    /// The next call has begun.
-    Name { index: usize, name: String },
-    /// More of the JSON of its parameters; never empty.
-    Parameters { index: usize, json: String },
-}

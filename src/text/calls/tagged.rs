@@ -15,7 +15,7 @@
 use serde_json::Value;
 
 use super::bare::scalar;
-use super::body::{KnownTool, Pieces};
+use super::pieces::{KnownTool, Pieces};
 use super::values::Types;
 
 const FUNCTION: &str = "<function=";
