@@ -691,7 +691,6 @@ async fn invalid_bodies_are_refused_with_the_field() {
         (body(json!({"background": true})), "background", "unsupported_value"),
         (body(json!({"conversation": "conv_1"})), "conversation", "unsupported_value"),
         (body(json!({"prompt": {"id": "p"}})), "prompt", "unsupported_value"),
-        (tools(json!([{"type": "web_search"}])), "tools[0].type", "unsupported_value"),
         (tools(json!([{"type": "function"}])), "tools[0].name", "missing_required_parameter"),
         (tools(json!([tool(&now()), tool(&now())])), "tools[1].name", "invalid_value"),
         (tools(json!([strict])), "tools[0].parameters", "invalid_value"),
@@ -759,4 +758,27 @@ async fn an_answer_ends_at_the_context_length() {
     assert_eq!((&body["status"], &body["usage"]["total_tokens"]), (&json!("incomplete"), &json!(600)));
     let (status, body) = create(&app, ask(&"q ".repeat(700))).await;
     assert_eq!((status, &body["error"]["code"]), (400, &json!("context_length_exceeded")), "{body}");
+}
+
+/// Codex sends tools that are no functions with every request.
+#[tokio::test]
+async fn tools_that_are_no_functions_are_left_out_and_named() {
+    let app = app_that_says("Yes.");
+    let tools = json!([
+        tool(&now()), {"type": "namespace", "name": "agents", "description": "Agents", "tools": [tool(&now())]},
+        {"type": "web_search", "external_web_access": false}, {"type": "custom", "name": "patch", "format": {"type": "grammar"}},
+    ]);
+    let asked = json!({"model": "", "input": "Hi", "tools": tools, "max_output_tokens": 8});
+    let (status, _, response) = send_json(&app.router, post_to("/v1/responses", asked.to_string())).await;
+    assert_eq!(status, 200, "{response}");
+    assert_eq!(response["tools"].as_array().map(Vec::len), Some(1), "{response}");
+    let warnings: Vec<&str> =
+        response["warnings"].as_array().expect("warnings").iter().filter_map(Value::as_str).collect();
+    let left_out = |i: usize, kind: &str| {
+        format!("tools[{i}] is left out: this server has \"function\" alone, not \"{kind}\"")
+    };
+    assert_eq!(warnings, [left_out(1, "namespace"), left_out(2, "web_search"), left_out(3, "custom")]);
+    let asked = with(asked, json!({"tools": [tool(&now())]}));
+    let (_, _, response) = send_json(&app.router, post_to("/v1/responses", asked.to_string())).await;
+    assert!(response.get("warnings").is_none(), "{response}");
 }

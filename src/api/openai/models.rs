@@ -93,6 +93,8 @@ replies! {
         #[schema(inline)]
         object: ListName,
         data: Vec<Model>,
+        /// Codex reads its own descriptions of models here. Always empty, so that it uses its defaults.
+        models: Vec<String>,
         /// Anthropic's pages: there is one, which has all names.
         has_more: bool,
         first_id: Option<String>,
@@ -190,7 +192,7 @@ impl ModelList {
     pub fn of(server: &Server) -> Self {
         let data: Vec<Model> = server.model_names().map(|name| Model::of(server, name)).collect();
         let [first_id, last_id] = [data.first(), data.last()].map(|model| Some(model?.id.clone()));
-        Self { object: ListName::List, data, has_more: false, first_id, last_id }
+        Self { object: ListName::List, data, models: Vec::new(), has_more: false, first_id, last_id }
     }
 }
 

@@ -45,6 +45,7 @@ fn no_function(at: &str, kind: &str) -> ApiError {
 /// A tool of a response: a function that the model may call.
 #[derive(Debug, Deserialize, ToSchema)]
 pub(in crate::api) struct FunctionTool {
+    /// Tools of other types are left out. The field `warnings` of the response names them.
     r#type: Option<FunctionType>,
     #[schema(required, nullable = false)]
     name: Option<ToolName>,
@@ -248,17 +249,26 @@ impl BesideText for FunctionChoice {
 }
 
 impl ResponseToolFields {
-    pub fn tools(self) -> Result<Tools, ApiError> {
-        let items = self.tools.unwrap_or_default().0.into_iter().enumerate();
-        let definition = |(i, tool): (usize, FunctionTool)| {
+    /// The functions, and a warning for each tool of another type, which is left out. Codex always sends such tools, and
+    /// works without them.
+    pub fn tools(self) -> Result<(Tools, Vec<String>), ApiError> {
+        let (mut functions, mut warnings) = (Vec::new(), Vec::new());
+        for (i, tool) in self.tools.unwrap_or_default().0.into_iter().enumerate() {
             let at = format!("tools[{i}]");
-            check_type(&at, tool.r#type.as_ref())?;
-            let FunctionTool { name, description, parameters, strict, .. } = tool;
-            Ok(Definition { at, name, description, parameters, strict })
-        };
-        let list = tool_list(items.map(definition), "parameters")?;
+            let FunctionTool { r#type, name, description, parameters, strict } = tool;
+            match r#type {
+                Some(FunctionType::Other(other)) => warnings.push(format!(
+                    "{at} is left out: this server has \"function\" alone, not {:?}",
+                    short(&other)
+                )),
+                None | Some(FunctionType::Function) => {
+                    functions.push(Ok(Definition { at, name, description, parameters, strict }));
+                }
+            }
+        }
+        let list = tool_list(functions, "parameters")?;
         let choice = choice_of(self.tool_choice, FunctionChoice::choice)?;
-        chosen(list, choice, self.parallel_tool_calls.unwrap_or(true))
+        Ok((chosen(list, choice, self.parallel_tool_calls.unwrap_or(true))?, warnings))
     }
 }
 

@@ -90,6 +90,8 @@ replies! {
         #[schema(inline)]
         pub truncation: Truncation,
         pub user: Option<String>,
+        /// What of the request was left out. Absent if nothing was.
+        pub warnings?: Vec<String>,
     }
 }
 

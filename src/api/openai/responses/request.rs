@@ -132,7 +132,7 @@ pub(in crate::api) fn parse(
     let body = wire::object(body)?;
     let ResponsesRequest { response: fields, tools, .. } = ResponsesRequest::read(&body)?;
     fields.refuse_unsupported()?;
-    let tools = tools.tools()?;
+    let (tools, warnings) = tools.tools()?;
     let (grammar, format) = fields.text_format(&body)?;
 
     let mut items = match &fields.previous_response_id {
@@ -172,6 +172,7 @@ pub(in crate::api) fn parse(
         top_p: fields.top_p.map(|p| p.0),
         truncation: Truncation::Disabled,
         user: fields.user,
+        warnings: Some(warnings).filter(|warnings| !warnings.is_empty()),
     };
     let request = GenerateRequest {
         messages,
