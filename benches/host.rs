@@ -13,14 +13,17 @@ use std::time::Duration;
 use divan::counter::{BytesCount, ItemsCount};
 use divan::{Bencher, black_box};
 use serde::Deserialize;
-use serde_json::json;
+use serde_json::{Value, json};
 use unicorn::config::Courtesy;
 use unicorn::device::{Channel, Connection, DeviceProcess};
 use unicorn::engine::{
     BlockManager, BlockTable, CacheSalt, Pace, Priority, Request, Scheduler, SchedulerConfig, Sequence,
 };
 use unicorn::model::{Batch, KvLimits, KvPool, Limits, Runner, RunnerError, Sampled, Sampling, Ticket};
-use unicorn::text::{Constraint, GrammarSource, Grammars, Tokenizer};
+use unicorn::text::{
+    AnswerReader, CallFormat, CallTokens, CallTool, Constraint, GrammarSource, Grammars, SchemaPart,
+    Tokenizer,
+};
 
 /// The environment variable that marks the child process of `device_process_step`.
 const CHILD: &str = "UNICORN_BENCH_CHILD";
@@ -217,8 +220,9 @@ fn block_manager_prefix_match(bencher: Bencher) {
 const CALL: &str =
     "{\"table\": \"the small room\", \"guests\": 12, \"days\": [\"Monday\", \"Friday\"], \"quiet\": true}";
 
-fn constraint() -> Constraint {
-    let schema = json!({
+/// The schema of [`CALL`].
+fn schema() -> Value {
+    json!({
         "type": "object",
         "properties": {
             "table": {"type": "string"},
@@ -228,7 +232,11 @@ fn constraint() -> Constraint {
         },
         "required": ["table", "guests", "days", "quiet"],
         "additionalProperties": false,
-    });
+    })
+}
+
+fn constraint() -> Constraint {
+    let schema = schema();
     let grammars = Grammars::new(TOKENIZER.clone(), TOKENIZER.vocab_size(), &[1, 6]);
     grammars.compile(&GrammarSource::JsonSchema { schema, strict: true }).expect("a schema").start()
 }
@@ -243,6 +251,76 @@ fn grammar_masks_of_an_answer(bencher: Bencher) {
             constraint.push(*id).expect("the answer is valid");
         }
     });
+}
+
+/// A tokenizer with the control tokens of calls, the syntax, and a call of `book` in it without its outer tokens.
+struct Calling {
+    tokenizer: Tokenizer,
+    format: CallFormat,
+    tokens: CallTokens,
+    call: Vec<u32>,
+    parameters: Value,
+}
+
+impl Calling {
+    fn new(syntax: &str) -> Self {
+        let folder = if syntax == "gemma4" { "gemma4-tokenizer" } else { "qwen-tokenizer" };
+        let json = read(&format!("tests/data/families/{folder}/tokenizer.json"));
+        let tokenizer = Tokenizer::from_bytes(&json, "tokenizer.json").expect("a tokenizer");
+        let format = CallFormat::named(syntax, &tokenizer).expect("the tokens of the syntax");
+        let text = match syntax {
+            "hermes" => format!("\n{{\"name\": \"book\", \"arguments\": {CALL}}}\n"),
+            "qwen3_coder" => {
+                "\n<function=book>\n<parameter=table>\nthe small room\n</parameter>\n<parameter=guests>\n12\n\
+                              </parameter>\n<parameter=days>\n[\"Monday\", \"Friday\"]\n</parameter>\n\
+                              <parameter=quiet>\ntrue\n</parameter>\n</function>\n"
+                    .to_owned()
+            }
+            _ => "call:book{days:[~Monday~,~Friday~],guests:12,quiet:true,table:~the small room~}".to_owned(),
+        };
+        // Quotes are control tokens in one of the syntaxes.
+        let quote = tokenizer.token_id("<|\"|>");
+        let mut call = Vec::new();
+        for (i, part) in text.split('~').enumerate() {
+            call.extend(quote.filter(|_| i > 0));
+            call.extend(tokenizer.encode_text(part, false).expect("text"));
+        }
+        let tokens = format.tokens.clone().expect("tokens");
+        Self { tokenizer, format, tokens, call, parameters: schema() }
+    }
+}
+
+const SYNTAXES: [&str; 3] = ["hermes", "qwen3_coder", "gemma4"];
+
+/// Reads an answer with a call in a model's own syntax, token by token.
+#[divan::bench(args = SYNTAXES)]
+fn answer_reader_push(bencher: Bencher, syntax: &str) {
+    let Calling { tokenizer, format, tokens, call, parameters } = Calling::new(syntax);
+    let answer = [&[tokens.open][..], &call, &[tokens.close.expect("a token")]].concat();
+    let reader =
+        || AnswerReader::new(tokenizer.detokenizer(true)).with_calls(&format, [("book", &parameters)]);
+    bencher.counter(ItemsCount::new(answer.len())).with_inputs(reader).bench_local_refs(|reader| {
+        answer.iter().for_each(|id| drop(black_box(reader.push(*id))));
+        assert!(reader.called(), "the call is complete");
+    });
+}
+
+/// Computes the masks of a call in a model's own syntax, token by token.
+#[divan::bench(args = SYNTAXES)]
+fn grammar_masks_of_a_call(bencher: Bencher, syntax: &str) {
+    let Calling { tokenizer, format, call, parameters, .. } = Calling::new(syntax);
+    let end = tokenizer.end_of_turn().expect("an end");
+    let grammars = Grammars::new(tokenizer.clone(), tokenizer.vocab_size(), &[end]).with_calls(&format);
+    let tool = CallTool { name: "book".into(), parameters: SchemaPart { schema: parameters, strict: true } };
+    let grammar = grammars.compile(&GrammarSource::Call { format, tools: vec![tool] }).expect("a schema");
+    bencher.counter(ItemsCount::new(call.len())).with_inputs(|| grammar.start()).bench_local_refs(
+        |constraint| {
+            for id in &call {
+                black_box(constraint.mask(true)).expect("some token is allowed");
+                constraint.push(*id).expect("the call is valid");
+            }
+        },
+    );
 }
 
 /// Tokenizes the text of the longest prompt.

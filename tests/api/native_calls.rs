@@ -665,3 +665,86 @@ fn a_format_follows_the_template_and_needs_its_tokens() {
         CallFormat::plain()
     );
 }
+
+/// Home Assistant's exchange: 27 tools, names with two underscores, a call in each of three rounds, and messages as it
+/// sends them.
+#[tokio::test]
+async fn a_home_with_many_tools_is_served_in_three_rounds() {
+    let tool = |i: usize| {
+        json!({"type": "function", "function": {"name": format!("light__Turn{i}"), "parameters": {
+            "type": "object", "properties": {"name": {"type": "string"}, "brightness": {"type": "integer", "minimum": 0, "maximum": 100}},
+        }}})
+    };
+    let tools: Vec<Value> = (0..27).map(tool).collect();
+    for (name, syntax) in FAMILIES {
+        let family = FamilyText::new(name);
+        let id = |token: &str| family.tokenizer.token_id(token).expect("a token");
+        let called = |round: usize| {
+            let quote = || vec![id("<|\"|>")];
+            match syntax {
+                "gemma4" => [
+                    vec![id("<|tool_call>")],
+                    family.plain(&format!("call:light__Turn{round}{{brightness:{round},name:")),
+                    quote(),
+                    family.plain("Küche"),
+                    quote(),
+                    family.plain("}"),
+                    vec![id("<tool_call|>")],
+                ]
+                .concat(),
+                "hermes" => {
+                    let arguments = json!({"name": "Küche", "brightness": round});
+                    let body =
+                        format!("\n{{\"name\": \"light__Turn{round}\", \"arguments\": {arguments}}}\n");
+                    [vec![id("<tool_call>")], family.plain(&body), vec![id("</tool_call>")]].concat()
+                }
+                _ => {
+                    let body = format!(
+                        "\n<function=light__Turn{round}>\n<parameter=name>\nKüche\n</parameter>\n<parameter=brightness>\n{round}\n</parameter>\n</function>\n"
+                    );
+                    [vec![id("<tool_call>")], family.plain(&body), vec![id("</tool_call>")]].concat()
+                }
+            }
+        };
+        let mut scripts: Vec<Script> = (0..3).map(|round| says(&called(round), family.end())).collect();
+        scripts.push(says(&family.plain("Done."), family.end()));
+        let app = family.app(Box::new(move |tokens, draw| scripts[draw.seed as usize](tokens, draw)));
+        let mut messages = vec![
+            json!({"role": "system", "content": "You are a voice assistant."}),
+            json!({"role": "user", "content": "Light!"}),
+        ];
+        for round in 0..3 {
+            let body = json!({
+                "model": "", "messages": messages, "tools": tools, "stream": true, "seed": round, "max_tokens": 200,
+                "reasoning_effort": "none", "user": "conversation", "stream_options": {"include_usage": true},
+            });
+            let (_, _, functions) = streamed(&app, body).await;
+            let [function] = functions.as_slice() else { panic!("{name}: {functions:?}") };
+            assert_eq!(function["name"], format!("light__Turn{round}"), "{name}");
+            let arguments: Value =
+                serde_json::from_str(function["arguments"].as_str().expect("a text")).expect("JSON");
+            assert_eq!(arguments, json!({"name": "Küche", "brightness": round}), "{name}");
+            let id = format!("01J{round}");
+            messages.push(json!({
+                "role": "assistant", "content": null,
+                "tool_calls": [{"type": "function", "id": id, "function": function}],
+            }));
+            messages.push(json!({
+                "role": "tool", "tool_call_id": id, "content": "{\"success\": true, \"areas\": [\"Küche\"]}",
+            }));
+        }
+        let asked = json!({
+            "model": "", "messages": messages, "tools": tools, "seed": 3, "max_tokens": 200, "reasoning_effort": "none",
+        });
+        let (status, answer) = complete(&app, asked).await;
+        assert_eq!(
+            (status.as_u16(), &answer["choices"][0]["message"]["content"]),
+            (200, &json!("Done.")),
+            "{answer}"
+        );
+        let number = |at: &str| answer.pointer(at).and_then(Value::as_u64).expect("a number");
+        let (prompt, cached) =
+            (number("/usage/prompt_tokens"), number("/usage/prompt_tokens_details/cached_tokens"));
+        assert!(cached * 10 > prompt * 8, "{name}: the rounds share a prefix: {cached} of {prompt} tokens");
+    }
+}

@@ -157,13 +157,13 @@ impl FamilyText {
     pub fn app(&self, script: Script) -> App {
         let server = Server::new(MODEL, OPTIONS, AccessPolicy::default());
         let text = (self.tokenizer.clone(), self.template(), vec![self.end()]);
-        let limits = Limits { kv: kv_with(1100, 32), max_context: 4000, ..limits() };
+        let limits = Limits { kv: kv_with(2100, 32), max_context: 8000, ..limits() };
         loaded_as(2, server, limits, DEFAULTS, script, text)
     }
 
     /// The service of such a model without an API.
     pub fn service(&self, script: Script) -> Service {
-        let limits = Limits { kv: kv_with(1100, 32), max_context: 4000, ..limits() };
+        let limits = Limits { kv: kv_with(2100, 32), max_context: 8000, ..limits() };
         let (runner, _) = FakeRunner::new(limits, script);
         let engine = Engine::start(runner, EngineConfig::default());
         Service::new(engine, self.tokenizer.clone(), self.template(), DEFAULTS, vec![self.end()])
