@@ -29,13 +29,15 @@ OURS = {
     "chat": {"timings"},
     "completion": {"timings"},
     "model": {
-        "architecture", "supported_parameters", "max_model_len", "context_length", "meta", "status",
+        "architecture", "supported_parameters", "max_model_len", "context_length", "meta", "status", "tool_call_parser",
+        # Other names of the context's size, and Codex's own list.
+        "max_context_length", "context_window", "models",
         # Anthropic's model list, which is the same route.
         "type", "display_name", "created_at", "lifecycle", "max_input_tokens", "max_tokens", "has_more", "first_id", "last_id",
     },
     # OpenAI's document has these fields in other places: `store` in requests, `bytes` in the log probabilities of whole
     # texts but not of deltas, `name` in calls but not in the event that ends the arguments of a call.
-    "response": {"store", "bytes", "name"},
+    "response": {"store", "bytes", "name", "warnings"},
     "embeddings": set(),
     "error": set(),
 }

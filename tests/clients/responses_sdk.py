@@ -173,13 +173,21 @@ def responses_get_errors_about_invalid_tools(server):
     result = [{"type": "function_call_output", "call_id": "call_1", "output": "rain"}]
     for more, param in [
         ({"input": result, "tools": TOOLS}, "input[0].call_id"), ({"tools": TOOLS[:1] * 2}, "tools[1].name"),
-        ({"tool_choice": "required"}, "tool_choice"), ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": {"type": "web_search"}}, "tool_choice.type"),
     ]:
         error = raised(openai.BadRequestError, lambda: create(server, **more))
         assert error.param == param, (more, error.body)
     kept = create(server)
     error = raised(openai.BadRequestError, lambda: sdk(server).responses.cancel(kept.id))
     assert "Cannot cancel a synchronous response." in error.message, error.body
+
+
+def responses_leave_tools_out_that_are_no_functions(server):
+    response = create(server, tools=[{"type": "web_search"}, *TOOLS])
+    assert [tool.name for tool in response.tools] == [tool["name"] for tool in TOOLS], response.tools
+    [warning] = response.model_extra["warnings"]
+    assert "tools[0]" in warning and "web_search" in warning, warning
 
 
 def responses_errors_have_the_right_class(server):
@@ -197,5 +205,6 @@ TESTS = [
     responses_answer_paris, responses_stream_the_same_answer, responses_continue_from_a_stored_one,
     responses_parse_into_a_pydantic_model, responses_carry_log_probabilities, responses_call_a_tool_and_read_its_result,
     responses_stream_the_same_calls, responses_parse_calls_into_a_pydantic_model, responses_obey_the_tool_choice,
-    responses_get_errors_about_invalid_tools, responses_errors_have_the_right_class,
+    responses_get_errors_about_invalid_tools, responses_leave_tools_out_that_are_no_functions,
+    responses_errors_have_the_right_class,
 ]
