@@ -95,7 +95,7 @@ pub struct Texts {
     pub tokenizer: Tokenizer,
     template: ChatTemplate,
     /// How the model calls tools.
-    pub calls: CallFormat,
+    calls: CallFormat,
     defaults: SamplingOptions,
     stop_token_ids: Vec<u32>,
     suppress_tokens: Vec<u32>,
@@ -564,10 +564,10 @@ pub fn service(files: &ModelFiles, config: &Config) -> Result<Service, Error> {
 impl Texts {
     /// The service of a model with a running engine.
     pub fn service(self, engine: EngineHandle, config: &Config) -> Service {
-        let service = Service::new(engine, self.tokenizer, self.template, self.defaults, self.stop_token_ids)
-            .with_calls(self.calls)
-            .with_suppressed(self.suppress_tokens);
-        service.with_special_in_content(config.tokenizer.special_in_content)
+        let Self { tokenizer, template, calls, defaults, stop_token_ids, suppress_tokens } = self;
+        Service::new(engine, tokenizer, template, calls, defaults, stop_token_ids)
+            .with_suppressed(suppress_tokens)
+            .with_special_in_content(config.tokenizer.special_in_content)
     }
 }
 

@@ -216,14 +216,7 @@ impl AnswerText {
         if last {
             pieces.extend(reader.finish());
         }
-        let (mut text, mut calls) = (String::new(), Vec::new());
-        for piece in pieces {
-            match piece {
-                AnswerPiece::Text(more) => text.push_str(&more),
-                AnswerPiece::Call(call) => calls.push(call),
-            }
-        }
-        (text, calls)
+        AnswerPiece::divide(pieces)
     }
 
     fn end(&self, reason: Reason) -> Result<Reason, SessionError> {

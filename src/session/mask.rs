@@ -183,6 +183,8 @@ impl ThoughtGuard {
 #[derive(Clone)]
 pub(super) struct CallGuard {
     tokens: CallTokens,
+    /// The mask of the id that closes a call, if there is one.
+    closing: Option<Arc<[u32]>>,
     grammar: Grammar,
     is_required: bool,
     is_parallel: bool,
@@ -215,8 +217,10 @@ impl CallGuard {
         is_parallel: bool,
         blanks: &[u32],
     ) -> Self {
+        let vocab_size = blanks.len() * 32;
+        let closing = tokens.close.map(|close| mask_of(vocab_size, [close]).into());
         let (tokens, blanks, at) = (tokens.clone(), blanks.into(), CallPlace::Text { is_empty: true });
-        Self { tokens, grammar, is_required, is_parallel, blanks, at, calls: 0 }
+        Self { tokens, closing, grammar, is_required, is_parallel, blanks, at, calls: 0 }
     }
 
     /// Takes the next id of the answer, which belongs to no thought. Returns whether the id belongs to the text before
@@ -249,8 +253,8 @@ impl CallGuard {
         let after = || if may_call { with(ends, tokens.open) } else { ends.into() };
         match &mut self.at {
             CallPlace::Text { .. } => Ok(None),
-            CallPlace::Inside(constraint) => Ok(Some(match tokens.close {
-                Some(close) => constraint.part_mask(&with(&vec![0; ends.len()], close))?,
+            CallPlace::Inside(constraint) => Ok(Some(match &self.closing {
+                Some(closing) => constraint.part_mask(closing)?,
                 None => constraint.part_mask(&after())?,
             })),
             CallPlace::After { is_blank: true } => Ok(Some(after())),
@@ -322,10 +326,10 @@ impl AnswerMask {
         Self { thoughts: Some(ThoughtGuard { inside, ..guard }), ..self }
     }
 
-    /// The answer may call tools.
+    /// The answer may call tools, if there is a guard.
     #[must_use]
-    pub(super) fn with_calls(self, guard: CallGuard) -> Self {
-        Self { calls: Some(guard), ..self }
+    pub(super) fn with_calls(self, calls: Option<CallGuard>) -> Self {
+        Self { calls, ..self }
     }
 
     fn timed<T>(&mut self, work: impl FnOnce(&mut Self) -> T) -> T {

@@ -46,8 +46,9 @@ impl Service {
         engine: EngineHandle,
         tokenizer: Tokenizer,
         template: ChatTemplate,
+        calls: CallFormat,
         defaults: SamplingOptions,
-        stop_token_ids: Vec<u32>,
+        mut stop_token_ids: Vec<u32>,
     ) -> Self {
         // The name of an added token may be longer in a text than what the token decodes to.
         let bytes = |id| {
@@ -56,32 +57,22 @@ impl Service {
         };
         let longest = (0..tokenizer.vocab_size() as u32).map(bytes).max();
         let longest_token_bytes = longest.unwrap_or(1).max(1);
-        let calls = CallFormat::of(&template, &tokenizer);
-        let grammars = Grammars::new(tokenizer.clone(), engine.limits().vocab_size, &stop_token_ids);
-        let service = Self {
+        let end_of_calls = calls.tokens.as_ref().and_then(|tokens| tokens.end);
+        stop_token_ids.extend(end_of_calls.filter(|end| !stop_token_ids.contains(end)));
+        let vocab_size = engine.limits().vocab_size;
+        let grammars = Grammars::new(tokenizer.clone(), vocab_size, &stop_token_ids).with_calls(&calls);
+        Self {
             engine,
             tokenizer,
             template,
-            calls: CallFormat::plain(),
+            calls,
             grammars,
             defaults,
             stop_token_ids,
             suppress_tokens: Vec::new(),
             special_in_content: false,
             longest_token_bytes,
-        };
-        service.with_calls(calls)
-    }
-
-    /// Sets how the model calls tools. Without it, the template and the vocabulary decide.
-    #[must_use]
-    pub fn with_calls(self, calls: CallFormat) -> Self {
-        let mut stop_token_ids = self.stop_token_ids;
-        let end = calls.tokens.as_ref().and_then(|tokens| tokens.end);
-        stop_token_ids.extend(end.filter(|end| !stop_token_ids.contains(end)));
-        let vocab_size = self.engine.limits().vocab_size;
-        let grammars = Grammars::new(self.tokenizer.clone(), vocab_size, &stop_token_ids).with_calls(&calls);
-        Self { calls, grammars, stop_token_ids, ..self }
+        }
     }
 
     /// How the model calls tools.
@@ -239,11 +230,7 @@ impl Service {
                 Some(guard) => mask.after_thoughts(guard),
                 None => mask,
             };
-            let mask = match calls {
-                Some(calls) => mask.with_calls(calls),
-                None => mask,
-            };
-            engine.mask = Some(Box::new(mask));
+            engine.mask = Some(Box::new(mask.with_calls(calls)));
         }
         engine.sampling = Arc::new(sampling);
         Ok((engine, answer))

@@ -12,7 +12,7 @@ use serde_json::{Value, json};
 
 use super::error::SessionError;
 use super::grammar::ResponseGrammar;
-use crate::text::{CallFormat, CallTool, GrammarSource, Message, SchemaPart};
+use crate::text::{CallFormat, CallTool, GrammarSource, Message, SchemaPart, call_schema};
 
 /// Maximum number of tools in a request, and of calls in an answer. OpenAI has the same limit for tools.
 pub const MAX_TOOLS: usize = 128;
@@ -128,12 +128,7 @@ impl Tools {
         let mut parts = Vec::new();
         let mut options = Vec::new();
         for (_, tool) in self.callable() {
-            options.push(json!({
-                "type": "object",
-                "properties": {"name": {"const": tool.name}, "parameters": part_reference(&parts)},
-                "required": ["name", "parameters"],
-                "additionalProperties": false,
-            }));
+            options.push(call_schema(&tool.name, "parameters", parts.len()));
             parts.push(SchemaPart { schema: closed(&tool.parameters), strict: tool.strict });
         }
         if self.parallel && is_parallel {
@@ -149,7 +144,7 @@ impl Tools {
                     "together with tools, only a JSON schema is supported; set tool_choice to \"none\"";
                 return Err(SessionError::invalid(&response.param, problem));
             };
-            options.push(part_reference(&parts));
+            options.push(SchemaPart::reference(parts.len()));
             parts.push(SchemaPart { schema: schema.clone(), strict: *strict });
             param.clone_from(&response.param);
             from_the_start = true;
@@ -163,11 +158,6 @@ impl Tools {
     pub fn tool_of_part(&self, part: usize) -> Option<&Tool> {
         self.callable().nth(part).map(|(_, tool)| tool)
     }
-}
-
-/// A schema that refers to the next part of the grammar.
-fn part_reference(parts: &[SchemaPart]) -> Value {
-    json!({"$ref": format!("#/$defs/{}", parts.len())})
 }
 
 /// Forbids additional properties in a schema that has properties and no rule for others, because a function that gets

@@ -36,7 +36,6 @@ struct Calls {
     reader: CallsReader,
     /// The white space at the end of the text, which a call may follow. Always empty if there are no tools.
     white: String,
-    has_tools: bool,
     /// Whether text came after a call. A grammar never allows it.
     has_text_after: bool,
 }
@@ -62,7 +61,6 @@ impl AnswerReader {
         tools: impl IntoIterator<Item = (&'a str, &'a serde_json::Value)>,
     ) -> Self {
         let calls = CallsReader::new(format, tools).map(|reader| Calls {
-            has_tools: reader.has_tools(),
             reader,
             white: String::new(),
             has_text_after: false,
@@ -182,7 +180,7 @@ impl AnswerReader {
         if tokens.close == Some(id) {
             calls.reader.push(self.detokenizer.finish());
             calls.reader.close(false);
-        } else if tokens.mark() == Some(id) {
+        } else if tokens.mark == Some(id) {
             calls.reader.push(self.detokenizer.finish());
             calls.reader.mark();
         } else if !tokens.all.contains(&id) {
@@ -199,7 +197,7 @@ impl AnswerReader {
             calls.has_text_after |= !text.is_empty();
             return Spoken { text, ..Spoken::default() };
         }
-        if !calls.has_tools {
+        if !calls.reader.has_tools() {
             return Spoken { text, ..Spoken::default() };
         }
         calls.white.push_str(&text);
@@ -214,13 +212,7 @@ impl AnswerReader {
 impl Calls {
     /// What the reader of calls has read.
     fn spoken(&mut self) -> Spoken {
-        let mut spoken = Spoken { is_call: true, ..Spoken::default() };
-        for piece in self.reader.take() {
-            match piece {
-                AnswerPiece::Text(text) => spoken.text.push_str(&text),
-                AnswerPiece::Call(call) => spoken.calls.push(call),
-            }
-        }
-        spoken
+        let (text, calls) = AnswerPiece::divide(self.reader.take());
+        Spoken { text, calls, is_call: true, ..Spoken::default() }
     }
 }

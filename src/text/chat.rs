@@ -99,8 +99,9 @@ impl Message {
         !self.tool_calls.is_empty() || self.tool_call_id.is_some()
     }
 
-    /// The message with the result of `change` for every text in it except its role and its ids.
-    pub(super) fn with_texts(&self, change: &dyn Fn(&str) -> String) -> Message {
+    /// The message with this content, and with the result of `change` for every other text in it except its role and its
+    /// ids.
+    pub(super) fn with_texts(&self, content: String, change: &dyn Fn(&str) -> String) -> Message {
         let call = |call: &ToolCall| {
             let CalledFunction { name, arguments, .. } = &call.function;
             let arguments = kwargs::changed(arguments, Keys::Changed, change);
@@ -109,7 +110,7 @@ impl Message {
         };
         Message {
             role: self.role.clone(),
-            content: change(&self.content),
+            content,
             reasoning: self.reasoning.as_deref().map(change),
             tool_calls: self.tool_calls.iter().map(call).collect(),
             tool_call_id: self.tool_call_id.clone(),

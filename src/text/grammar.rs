@@ -120,7 +120,7 @@ impl GrammarSource {
         let grammar = match self {
             Self::JsonSchema { schema, strict } => {
                 let parts = vec![SchemaPart { schema: schema.clone(), strict: *strict }];
-                return Ok(Prepared::Schemas { form: json!({"$ref": "#/$defs/0"}), parts });
+                return Ok(Prepared::Schemas { form: SchemaPart::reference(0), parts });
             }
             Self::JsonParts { form, parts } => {
                 return Ok(Prepared::Schemas { form: form.clone(), parts: parts.clone() });
@@ -321,7 +321,7 @@ impl Grammars {
     #[must_use]
     pub fn with_calls(mut self, format: &CallFormat) -> Self {
         let vocabulary = Arc::get_mut(&mut self.vocabulary).expect("no grammar is compiled yet");
-        let mark = format.tokens.as_ref().and_then(|tokens| tokens.mark());
+        let mark = format.tokens.as_ref().and_then(|tokens| tokens.mark);
         if let Some(id) = mark.filter(|id| (*id as usize) < vocabulary.rows) {
             vocabulary.text_of_calls[id as usize / 32] |= 1 << (id % 32);
         }

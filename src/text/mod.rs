@@ -39,7 +39,9 @@ mod tokenizer;
 mod visible;
 
 pub use answer::{AnswerReader, Spoken};
-pub use calls::{AnswerPiece, CallFormat, CallPiece, CallReader, CallTokens, CallTool, whole_parameters};
+pub use calls::{
+    AnswerPiece, CallFormat, CallPiece, CallReader, CallTokens, CallTool, call_schema, whole_parameters,
+};
 pub use chat::{CalledFunction, Message, ToolCall};
 pub use detokenizer::Detokenizer;
 pub use error::{MAX_TEXT_BYTES, TextError};

@@ -61,10 +61,9 @@ impl ChatTemplate {
             input.tools.iter().map(|tool| changed(tool, Keys::Changed, &in_tokens)).collect();
         for marks in [Marks::AroundCharacters, Marks::InControlTokens] {
             let with_marks = |message: &Message| {
-                let changed = message.with_texts(&|text| marked(text, tokenizer, false, marks, mark));
                 let keep_shown = message.role == "assistant";
                 let content = marked(&message.content, tokenizer, keep_shown, marks, mark);
-                Message { content, ..changed }
+                message.with_texts(content, &|text| marked(text, tokenizer, false, marks, mark))
             };
             let messages: Vec<Message> = input.messages.iter().map(with_marks).collect();
             let kwargs = input.kwargs.with_texts(&|text| marked(text, tokenizer, false, marks, mark));

@@ -79,6 +79,13 @@ pub struct SchemaPart {
     pub strict: bool,
 }
 
+impl SchemaPart {
+    /// A schema that refers to the part with this index.
+    pub fn reference(index: usize) -> Value {
+        json!({"$ref": format!("#/$defs/{index}")})
+    }
+}
+
 /// An error in the schemas of a request.
 #[derive(Debug)]
 pub(super) struct Problem {

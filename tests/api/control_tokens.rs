@@ -14,7 +14,8 @@ use unicorn::api::{self, AccessPolicy, Server};
 use unicorn::engine::{Engine, EngineConfig};
 use unicorn::session::Service;
 use unicorn::text::{
-    ChatFiles, ChatTemplate, Message, PromptEnding, TemplateInput, TemplateKwargs, TextError, Tokenizer,
+    CallFormat, ChatFiles, ChatTemplate, Message, PromptEnding, TemplateInput, TemplateKwargs, TextError,
+    Tokenizer,
 };
 
 use crate::support::app::{
@@ -157,7 +158,14 @@ fn reading_control_tokens() -> (Router, Arc<Mutex<Vec<u32>>>) {
     let (runner, _) = FakeRunner::new(limits(), script);
     let engine = Engine::start(runner, EngineConfig::default());
     let server = Server::new(MODEL, OPTIONS, AccessPolicy::default());
-    let service = Service::new(engine, tokenizer(), gemma_template(), DEFAULTS, vec![1, END_OF_TURN]);
+    let service = Service::new(
+        engine,
+        tokenizer(),
+        gemma_template(),
+        CallFormat::plain(),
+        DEFAULTS,
+        vec![1, END_OF_TURN],
+    );
     server.set_ready(service.with_special_in_content(true));
     (api::router(server), seen)
 }

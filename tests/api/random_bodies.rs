@@ -16,6 +16,7 @@ use unicorn::engine::{Engine, EngineConfig, EngineHandle};
 use unicorn::model::load::LoadOptions;
 use unicorn::model::{Limits, Runner};
 use unicorn::session::Service;
+use unicorn::text::CallFormat;
 
 use crate::support::app::{DEFAULTS, END_OF_TURN, MODEL, OPTIONS};
 use crate::support::fake_runner::{FakeRunner, HANG, Script, fake_limits, kv_with, mixed};
@@ -68,7 +69,14 @@ fn served(runner: Box<dyn Runner>) -> (Router, EngineHandle) {
     let options = Options { stored_responses: BODIES, stored_response_bytes: 64 << 20, ..OPTIONS };
     let server = Server::new(MODEL, options, AccessPolicy::default());
     let stops = vec![1, END_OF_TURN];
-    server.set_ready(Service::new(engine.clone(), tokenizer(), gemma_template(), DEFAULTS, stops));
+    server.set_ready(Service::new(
+        engine.clone(),
+        tokenizer(),
+        gemma_template(),
+        CallFormat::plain(),
+        DEFAULTS,
+        stops,
+    ));
     (api::router(server), engine)
 }
 

@@ -10,7 +10,7 @@ use unicorn::api::{self, AccessPolicy, Options, Server};
 use unicorn::engine::{Engine, EngineConfig, EngineHandle};
 use unicorn::model::{Limits, SamplingOptions};
 use unicorn::session::Service;
-use unicorn::text::{ChatFiles, ChatTemplate, Tokenizer};
+use unicorn::text::{CallFormat, ChatFiles, ChatTemplate, Tokenizer};
 
 use super::data;
 use super::fake_runner::{Control, FakeRunner, HANG, Script, fake_limits, kv_with, says};
@@ -62,6 +62,11 @@ pub fn limits() -> Limits {
     Limits { max_batch_tokens: 32, kv, max_context: 600, max_sequences: 1, ..fake_limits() }
 }
 
+/// Like [`limits`], with room for many tools in the context.
+fn long_limits() -> Limits {
+    Limits { kv: kv_with(2100, 32), max_context: 8000, ..limits() }
+}
+
 /// An app whose model answers as the script says.
 pub fn app(script: Script) -> App {
     app_with(limits(), OPTIONS, DEFAULTS, script)
@@ -109,7 +114,8 @@ fn loaded_as(
     listen_everywhere();
     let (runner, control) = FakeRunner::new(limits, script);
     let engine = Engine::start(runner, EngineConfig { queue, ..EngineConfig::default() });
-    server.set_ready(Service::new(engine.clone(), tokenizer, template, defaults, stops));
+    let calls = CallFormat::of(&template, &tokenizer);
+    server.set_ready(Service::new(engine.clone(), tokenizer, template, calls, defaults, stops));
     App { router: api::router(Arc::clone(&server)), server, engine, control }
 }
 
@@ -157,16 +163,16 @@ impl FamilyText {
     pub fn app(&self, script: Script) -> App {
         let server = Server::new(MODEL, OPTIONS, AccessPolicy::default());
         let text = (self.tokenizer.clone(), self.template(), vec![self.end()]);
-        let limits = Limits { kv: kv_with(2100, 32), max_context: 8000, ..limits() };
-        loaded_as(2, server, limits, DEFAULTS, script, text)
+        loaded_as(2, server, long_limits(), DEFAULTS, script, text)
     }
 
     /// The service of such a model without an API.
     pub fn service(&self, script: Script) -> Service {
-        let limits = Limits { kv: kv_with(2100, 32), max_context: 8000, ..limits() };
-        let (runner, _) = FakeRunner::new(limits, script);
+        let (runner, _) = FakeRunner::new(long_limits(), script);
         let engine = Engine::start(runner, EngineConfig::default());
-        Service::new(engine, self.tokenizer.clone(), self.template(), DEFAULTS, vec![self.end()])
+        let (tokenizer, template) = (self.tokenizer.clone(), self.template());
+        let calls = CallFormat::of(&template, &tokenizer);
+        Service::new(engine, tokenizer, template, calls, DEFAULTS, vec![self.end()])
     }
 }
 

@@ -38,8 +38,11 @@ pub(in crate::api) fn check_type(at: &str, kind: Option<&FunctionType>) -> Resul
 }
 
 fn no_function(at: &str, kind: &str) -> ApiError {
-    let problem = format!("this server has \"function\" alone, not {:?}", short(kind));
-    ApiError::unsupported(field(at, "type"), problem)
+    ApiError::unsupported(field(at, "type"), only_functions(kind))
+}
+
+fn only_functions(kind: &str) -> String {
+    format!("this server has \"function\" alone, not {:?}", short(kind))
 }
 
 /// A tool of a response: a function that the model may call.
@@ -257,16 +260,15 @@ impl ResponseToolFields {
             let at = format!("tools[{i}]");
             let FunctionTool { r#type, name, description, parameters, strict } = tool;
             match r#type {
-                Some(FunctionType::Other(other)) => warnings.push(format!(
-                    "{at} is left out: this server has \"function\" alone, not {:?}",
-                    short(&other)
-                )),
+                Some(FunctionType::Other(other)) => {
+                    warnings.push(format!("{at} is left out: {}", only_functions(&other)));
+                }
                 None | Some(FunctionType::Function) => {
-                    functions.push(Ok(Definition { at, name, description, parameters, strict }));
+                    functions.push(Definition { at, name, description, parameters, strict });
                 }
             }
         }
-        let list = tool_list(functions, "parameters")?;
+        let list = tool_list(functions.into_iter().map(Ok), "parameters")?;
         let choice = choice_of(self.tool_choice, FunctionChoice::choice)?;
         Ok((chosen(list, choice, self.parallel_tool_calls.unwrap_or(true))?, warnings))
     }

@@ -9,7 +9,7 @@ use serde_json::Value;
 
 use super::bare::BareBody;
 use super::format::{CallFormat, CallTokens};
-use super::json::CallReader;
+use super::json::{CallReader, Nesting};
 use super::pieces::{AnswerPiece, CallPiece, KnownTool, Pieces};
 use super::tagged::TaggedBody;
 use crate::text::family::{CallBody, CallSyntax};
@@ -130,15 +130,15 @@ impl CallsReader {
     /// Ends the call: with its control token, or, `cut`, because the answer ends. Then what is not yet known to be a call
     /// is dropped: it is the beginning of one.
     pub fn close(&mut self, cut: bool) {
-        let Some(open) = self.open.take() else { return };
+        let Some(mut open) = self.open.take() else { return };
         let pieces = &mut self.pieces;
+        if let Some(text) = open.unnamed() {
+            pieces.text(if cut { "" } else { &text });
+            return;
+        }
         self.is_complete = match open {
-            Body::Json { mut reader, before } => {
-                let rest = reader.finish().filter(|_| !cut);
-                add(rest.into_iter().collect(), before, pieces);
-                reader.called()
-            }
-            Body::Named(body) => body.close(cut, pieces),
+            Body::Json { reader, .. } => reader.called(),
+            Body::Named(body) => body.is_complete,
             Body::Bare(body) => body.close(cut, pieces),
             Body::Tagged(body) => body.close(cut, pieces),
             Body::Text => false,
@@ -148,6 +148,22 @@ impl CallsReader {
     /// What was read since the last call.
     pub fn take(&mut self) -> Vec<AnswerPiece> {
         self.pieces.take()
+    }
+}
+
+impl Body {
+    /// What has arrived of a call whose tool is not known yet. `None` = the tool is known, or it is all text.
+    fn unnamed(&mut self) -> Option<String> {
+        match self {
+            Self::Json { reader, .. } => match reader.finish()? {
+                AnswerPiece::Text(text) => Some(text),
+                AnswerPiece::Call(_) => None,
+            },
+            Self::Named(body) => (!body.is_named).then(|| std::mem::take(&mut body.name)),
+            Self::Bare(body) => body.unnamed(),
+            Self::Tagged(body) => body.unnamed(),
+            Self::Text => None,
+        }
     }
 }
 
@@ -170,10 +186,7 @@ fn add(read: Vec<AnswerPiece>, before: usize, pieces: &mut Pieces) {
 struct NamedBody {
     name: String,
     is_named: bool,
-    /// The number of open objects and arrays.
-    depth: usize,
-    is_quoted: bool,
-    is_escaped: bool,
+    nesting: Nesting,
     is_complete: bool,
 }
 
@@ -188,16 +201,8 @@ impl NamedBody {
             if self.is_complete {
                 break;
             }
-            match c {
-                _ if self.is_escaped => self.is_escaped = false,
-                '\\' if self.is_quoted => self.is_escaped = true,
-                '"' => self.is_quoted = !self.is_quoted,
-                '{' | '[' if !self.is_quoted => self.depth += 1,
-                '}' | ']' if !self.is_quoted => self.depth = self.depth.saturating_sub(1),
-                _ => {}
-            }
             end = at + c.len_utf8();
-            self.is_complete = self.depth == 0 && c == '}';
+            self.is_complete = self.nesting.closes(c);
         }
         pieces.json(&text[..end]);
         None
@@ -214,12 +219,5 @@ impl NamedBody {
         self.is_named = true;
         pieces.call(name);
         None
-    }
-
-    fn close(self, cut: bool, pieces: &mut Pieces) -> bool {
-        if !self.is_named && !cut {
-            pieces.text(&self.name);
-        }
-        self.is_complete
     }
 }

@@ -25,15 +25,9 @@ pub struct CallTokens {
     /// Ends an answer with calls, in addition to the model's own tokens.
     pub end: Option<u32>,
     /// The control token within a call: the quotes of a text, or what separates the name from the arguments.
-    pub(super) mark: Option<u32>,
+    pub(in crate::text) mark: Option<u32>,
     /// All control tokens of the syntax, which are never text of an answer.
     pub(in crate::text) all: Vec<u32>,
-}
-
-impl CallTokens {
-    pub(in crate::text) fn mark(&self) -> Option<u32> {
-        self.mark
-    }
 }
 
 impl CallFormat {

@@ -44,12 +44,35 @@ enum State {
     Value {
         key: String,
     },
-    Parameters {
-        depth: usize,
-        quoted: bool,
-        escaped: bool,
-    },
+    Parameters(Nesting),
     AfterValue,
+}
+
+/// A position in JSON.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub(super) struct Nesting {
+    /// The number of open objects and arrays.
+    depth: usize,
+    is_quoted: bool,
+    is_escaped: bool,
+}
+
+impl Nesting {
+    /// Takes the next character. Returns whether it closes the outermost object or array.
+    pub fn closes(&mut self, c: char) -> bool {
+        match c {
+            _ if self.is_escaped => self.is_escaped = false,
+            '\\' if self.is_quoted => self.is_escaped = true,
+            '"' => self.is_quoted = !self.is_quoted,
+            '{' | '[' if !self.is_quoted => self.depth += 1,
+            '}' | ']' if !self.is_quoted => {
+                self.depth = self.depth.saturating_sub(1);
+                return self.depth == 0;
+            }
+            _ => {}
+        }
+        false
+    }
 }
 
 impl CallReader {
@@ -140,22 +163,15 @@ impl CallReader {
                     self.calls += 1;
                     self.pending.clear();
                     self.parameter(c, pieces);
-                    Some(State::Parameters { depth: 1, quoted: false, escaped: false })
+                    let mut nesting = Nesting::default();
+                    nesting.closes(c);
+                    Some(State::Parameters(nesting))
                 }
                 _ => None,
             },
-            State::Parameters { depth, quoted, escaped } => {
+            State::Parameters(mut nesting) => {
                 self.parameter(c, pieces);
-                let (depth, quoted, escaped) = match c {
-                    _ if escaped => (depth, quoted, false),
-                    '\\' if quoted => (depth, quoted, true),
-                    '"' => (depth, !quoted, false),
-                    '{' | '[' if !quoted => (depth + 1, quoted, false),
-                    '}' | ']' if !quoted => (depth - 1, quoted, false),
-                    _ => (depth, quoted, false),
-                };
-                let inside = State::Parameters { depth, quoted, escaped };
-                Some(if depth == 0 { State::AfterValue } else { inside })
+                Some(if nesting.closes(c) { State::AfterValue } else { State::Parameters(nesting) })
             }
             State::AfterValue => match c {
                 ',' => Some(State::BeforeKey),

@@ -28,24 +28,26 @@ type Problem = (usize, String);
 
 /// The schema to prepare for the grammar of calls of these tools. It refers to the parameters as "#/$defs/0" and so on.
 pub(in crate::text) fn form(format: &CallFormat, tools: &[CallTool]) -> Value {
-    let reference = |i: usize| json!({"$ref": format!("#/$defs/{i}")});
     let CallBody::Json { arguments, is_list, .. } = format.syntax.body else {
-        return json!({"anyOf": (0..tools.len()).map(reference).collect::<Vec<_>>()});
+        return json!({"anyOf": (0..tools.len()).map(SchemaPart::reference).collect::<Vec<_>>()});
     };
-    let call = |(i, tool): (usize, &CallTool)| {
-        json!({
-            "type": "object",
-            "properties": {"name": {"const": tool.name}, arguments: reference(i)},
-            "required": ["name", arguments],
-            "additionalProperties": false,
-        })
-    };
+    let call = |(i, tool): (usize, &CallTool)| call_schema(&tool.name, arguments, i);
     let calls: Vec<Value> = tools.iter().enumerate().map(call).collect();
     if is_list {
         json!({"type": "array", "items": {"anyOf": calls}, "minItems": 1})
     } else {
         json!({"anyOf": calls})
     }
+}
+
+/// The schema of a call in JSON, whose arguments have the key `arguments` and match the part with this index.
+pub fn call_schema(name: &str, arguments: &str, part: usize) -> Value {
+    json!({
+        "type": "object",
+        "properties": {"name": {"const": name}, arguments: SchemaPart::reference(part)},
+        "required": ["name", arguments],
+        "additionalProperties": false,
+    })
 }
 
 /// The grammar of one call. `prepared` is the prepared [`form`], and `json` adds the options of JSON to a schema.
@@ -171,10 +173,7 @@ impl Translation<'_> {
         let Some(schema) = schema.as_object().filter(|schema| !is_any(schema)) else {
             return Ok(vec![self.any()]);
         };
-        let mut schema = schema.clone();
-        for keyword in ["$ref", "allOf"] {
-            schema = self.without(schema, keyword)?;
-        }
+        let mut schema = self.resolved(schema.clone())?;
         if let Some(value) = schema.get("const") {
             return Ok(vec![self.constant(value)]);
         }
@@ -388,10 +387,7 @@ impl Translation<'_> {
 
     /// A call with tags. `parameters` is the schema as the reader of the call knows it.
     fn tagged(&mut self, name: &str, schema: &Value, parameters: &Value) -> Result<String, String> {
-        let mut schema = schema.as_object().cloned().unwrap_or_default();
-        for keyword in ["$ref", "allOf"] {
-            schema = self.without(schema, keyword)?;
-        }
+        let schema = self.resolved(schema.as_object().cloned().unwrap_or_default())?;
         self.refuse(&schema, &["patternProperties", "minProperties", "maxProperties", "anyOf", "oneOf"])?;
         let members = members(&schema);
         let mut call = literal(&format!("\n<function={name}>\n"));
@@ -424,10 +420,7 @@ impl Translation<'_> {
             self.rules.insert(name.clone(), options.join(" | "));
             return Ok(format!("{name} {end}"));
         }
-        let mut map = schema.as_object().cloned().unwrap_or_default();
-        for keyword in ["$ref", "allOf"] {
-            map = self.without(map, keyword)?;
-        }
+        let map = self.resolved(schema.as_object().cloned().unwrap_or_default())?;
         let values = match (map.get("const"), map.get("enum")) {
             (Some(value), _) => vec![value.clone()],
             (None, Some(Value::Array(values))) => values.clone(),
@@ -474,12 +467,13 @@ impl Translation<'_> {
         name
     }
 
-    /// The schema without `$ref` or `allOf`: with what these say in its place.
-    fn without(
-        &mut self,
-        mut schema: Map<String, Value>,
-        keyword: &str,
-    ) -> Result<Map<String, Value>, String> {
+    /// The schema without `$ref` and `allOf`, with what these say in their place.
+    fn resolved(&self, schema: Map<String, Value>) -> Result<Map<String, Value>, String> {
+        ["$ref", "allOf"].into_iter().try_fold(schema, |schema, keyword| self.without(schema, keyword))
+    }
+
+    /// The schema without one of these keywords.
+    fn without(&self, mut schema: Map<String, Value>, keyword: &str) -> Result<Map<String, Value>, String> {
         let Some(value) = schema.remove(keyword) else { return Ok(schema) };
         let parts = match value {
             Value::Array(parts) => parts,
@@ -495,11 +489,7 @@ impl Translation<'_> {
     }
 
     /// The keywords of `schema` and of `other`, which may be a reference. Properties are united.
-    fn merged(
-        &mut self,
-        mut schema: Map<String, Value>,
-        other: &Value,
-    ) -> Result<Map<String, Value>, String> {
+    fn merged(&self, mut schema: Map<String, Value>, other: &Value) -> Result<Map<String, Value>, String> {
         let mut other = other;
         for _ in 0..=self.definitions.len() {
             let Some(target) = other.get("$ref").and_then(Value::as_str) else { break };

@@ -24,5 +24,5 @@ pub use json::{CallReader, whole_parameters};
 pub use pieces::{AnswerPiece, CallPiece};
 
 pub(in crate::text) use body::CallsReader;
-pub use lark::CallTool;
+pub use lark::{CallTool, call_schema};
 pub(in crate::text) use lark::{form, lark};

@@ -11,6 +11,20 @@ pub enum AnswerPiece {
     Call(CallPiece),
 }
 
+impl AnswerPiece {
+    /// The text of all pieces, and the pieces of calls.
+    pub fn divide(pieces: Vec<Self>) -> (String, Vec<CallPiece>) {
+        let (mut text, mut calls) = (String::new(), Vec::new());
+        for piece in pieces {
+            match piece {
+                Self::Text(more) => text.push_str(&more),
+                Self::Call(call) => calls.push(call),
+            }
+        }
+        (text, calls)
+    }
+}
+
 /// A piece of a call. `index` counts calls from 0.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum CallPiece {

@@ -106,14 +106,15 @@ impl TaggedBody {
         }
     }
 
+    /// What has arrived of a call whose tool is not known yet. `None` = the tool is known.
+    pub fn unnamed(&mut self) -> Option<String> {
+        (self.at == At::Name).then(|| std::mem::take(&mut self.held))
+    }
+
     /// Ends the call. Returns whether its arguments are complete.
     pub fn close(self, cut: bool, pieces: &mut Pieces) -> bool {
         match self.at {
-            At::Name if cut => return false,
-            At::Name => {
-                pieces.text(&self.held);
-                return false;
-            }
+            At::Name => return false,
             At::End => return true,
             At::Value(types) if cut && types.is_text() => {
                 pieces.quoted(&self.held);
