@@ -312,7 +312,8 @@ fn grammar_masks_of_a_call(bencher: Bencher, syntax: &str) {
     let end = tokenizer.end_of_turn().expect("an end");
     let grammars = Grammars::new(tokenizer.clone(), tokenizer.vocab_size(), &[end]).with_calls(&format);
     let tool = CallTool { name: "book".into(), parameters: SchemaPart { schema: parameters, strict: true } };
-    let grammar = grammars.compile(&GrammarSource::Call { format, tools: vec![tool] }).expect("a schema");
+    let source = GrammarSource::Call { format, tools: vec![tool], most: 1 };
+    let grammar = grammars.compile(&source).expect("a schema");
     bencher.counter(ItemsCount::new(call.len())).with_inputs(|| grammar.start()).bench_local_refs(
         |constraint| {
             for id in &call {

@@ -186,7 +186,7 @@ def clippy():
 def rust():
     """Unit tests, the integration suite and the documentation's examples. Also builds the server for `clients`,
     `scaling`, `service` and `page`, and the examples for `npu`."""
-    for script in ["fetch_real_tokenizer.sh", "fetch_smollm2.sh", "fetch_gemma4_vocabulary.sh"]:
+    for script in ["fetch_real_tokenizer.sh", "fetch_smollm2.sh", "fetch_llama_cpp_files.sh"]:
         fetched, _ = run([str(ROOT / "tools" / script)], FETCH_SECONDS)
         if fetched not in (0, 3, 4, None):  # 3 and 4: the file is not available, so its tests are skipped
             return Result(failures=[f"rust: tools/{script}: {ended(fetched)}"])

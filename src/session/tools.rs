@@ -109,7 +109,11 @@ impl Tools {
         };
         let tools: Vec<CallTool> = self.callable().map(tool).collect();
         (!tools.is_empty()).then(|| ResponseGrammar {
-            source: GrammarSource::Call { format: format.clone(), tools },
+            source: GrammarSource::Call {
+                format: format.clone(),
+                tools,
+                most: if self.parallel { MAX_TOOLS } else { 1 },
+            },
             param: "tools".to_owned(),
         })
     }

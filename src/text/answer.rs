@@ -183,6 +183,9 @@ impl AnswerReader {
         } else if tokens.mark == Some(id) {
             calls.reader.push(self.detokenizer.finish());
             calls.reader.mark();
+        } else if tokens.call_id == Some(id) {
+            calls.reader.push(self.detokenizer.finish());
+            calls.reader.call_id();
         } else if !tokens.all.contains(&id) {
             calls.reader.push(self.detokenizer.push(id));
         }

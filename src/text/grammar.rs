@@ -72,9 +72,9 @@ pub enum GrammarSource {
     /// JSON of the schema `form`. It refers to the client's schemas in `parts`: "#/$defs/0" is the first. An error in a
     /// single part is a [`TextError::Schema`].
     JsonParts { form: Value, parts: Vec<SchemaPart> },
-    /// One call of one of these tools, without the control tokens around it. An error in the schema of a tool is a
-    /// [`TextError::Schema`].
-    Call { format: CallFormat, tools: Vec<CallTool> },
+    /// A call of one of these tools, or a list of at most `most` calls in a format that has lists, without the control
+    /// tokens around it. An error in the schema of a tool is a [`TextError::Schema`].
+    Call { format: CallFormat, tools: Vec<CallTool>, most: usize },
     /// A regular expression that matches the whole answer, in the syntax of the `regex` crate, without look-around.
     Regex(String),
     /// A grammar in llguidance's dialect of Lark. The rule `start` matches the whole answer.
@@ -100,12 +100,12 @@ impl GrammarSource {
                 let parts = parts.iter().map(|SchemaPart { schema, strict }| format!(" {strict} {schema}"));
                 format!("parts {form}{}", parts.collect::<String>())
             }
-            Self::Call { format, tools } => {
+            Self::Call { format, tools, most } => {
                 let tools =
                     tools.iter().map(|CallTool { name, parameters: SchemaPart { schema, strict } }| {
                         format!(" {} {strict} {schema}", json!(name))
                     });
-                format!("call {}{}", format.syntax.name, tools.collect::<String>())
+                format!("call {} {most}{}", format.syntax.name, tools.collect::<String>())
             }
             Self::Regex(regex) => format!("regex {regex}"),
             Self::Lark(grammar) => format!("lark {grammar}"),
@@ -125,8 +125,8 @@ impl GrammarSource {
             Self::JsonParts { form, parts } => {
                 return Ok(Prepared::Schemas { form: form.clone(), parts: parts.clone() });
             }
-            Self::Call { format, tools } => {
-                return Ok(Prepared::Call { format: format.clone(), tools: tools.clone() });
+            Self::Call { format, tools, most } => {
+                return Ok(Prepared::Call { format: format.clone(), tools: tools.clone(), most: *most });
             }
             Self::Regex(regex) => TopLevelGrammar::from_regex(regex),
             Self::Lark(grammar) if grammar.contains("::=") => {
@@ -164,7 +164,7 @@ impl GrammarSource {
 enum Prepared {
     Grammar(TopLevelGrammar),
     Schemas { form: Value, parts: Vec<SchemaPart> },
-    Call { format: CallFormat, tools: Vec<CallTool> },
+    Call { format: CallFormat, tools: Vec<CallTool>, most: usize },
 }
 
 impl Prepared {
@@ -176,9 +176,9 @@ impl Prepared {
                 let compiled = schema::compile(&form, &parts, |schema| run(json_grammar(schema)));
                 compiled.map_err(problem_of_part)
             }
-            Self::Call { format, tools } => {
+            Self::Call { format, tools, most } => {
                 let parts: Vec<SchemaPart> = tools.iter().map(|tool| tool.parameters.clone()).collect();
-                let form = calls::form(&format, &tools);
+                let form = calls::form(&format, &tools, most);
                 let prepared = schema::compile(&form, &parts, |schema| {
                     run(json_grammar(schema.clone())).map(|_| schema)
                 });
@@ -235,7 +235,7 @@ struct Vocabulary {
     /// Mask for free text: all ids, including special tokens and ids without a token.
     all: Arc<[u32]>,
     all_but_ends: Arc<[u32]>,
-    /// Mask of the ids that the grammar of a call may allow: text, and the control token within a call.
+    /// Mask of the ids that the grammar of a call may allow: text, and the control tokens within a call.
     text_of_calls: Vec<u32>,
     /// Mask of the ids that consist of white space.
     blanks: Vec<u32>,
@@ -321,8 +321,8 @@ impl Grammars {
     #[must_use]
     pub fn with_calls(mut self, format: &CallFormat) -> Self {
         let vocabulary = Arc::get_mut(&mut self.vocabulary).expect("no grammar is compiled yet");
-        let mark = format.tokens.as_ref().and_then(|tokens| tokens.mark);
-        if let Some(id) = mark.filter(|id| (*id as usize) < vocabulary.rows) {
+        let within = format.tokens.iter().flat_map(|tokens| [tokens.mark, tokens.call_id]).flatten();
+        for id in within.filter(|id| (*id as usize) < vocabulary.rows) {
             vocabulary.text_of_calls[id as usize / 32] |= 1 << (id % 32);
         }
         self
@@ -582,8 +582,9 @@ impl Constraint {
 
     /// Takes the next id of the answer. The last mask must have allowed it.
     pub fn push(&mut self, id: u32) -> Result<(), TextError> {
-        let Vocabulary { blanks, openers, .. } = &*self.vocabulary;
-        if self.applies == Applies::IfOpened && !is_set(blanks, id) {
+        let Vocabulary { blanks, openers, text, .. } = &*self.vocabulary;
+        // A control token is not text, so it decides nothing. Llama 3 writes one before some calls.
+        if self.applies == Applies::IfOpened && is_set(text, id) && !is_set(blanks, id) {
             self.applies = if is_set(openers, id) { Applies::Yes } else { Applies::No };
         }
         if self.applies != Applies::Yes {

@@ -1,11 +1,11 @@
 //! A server with the scripted runner and the mini tokenizer, for tests of the API.
 
 use std::fs;
-use std::path::PathBuf;
 use std::sync::{Arc, Mutex, Once};
 use std::time::Duration;
 
 use axum::Router;
+use serde_json::{Value, json};
 use unicorn::api::{self, AccessPolicy, Options, Server};
 use unicorn::engine::{Engine, EngineConfig, EngineHandle};
 use unicorn::model::{Limits, SamplingOptions};
@@ -14,7 +14,7 @@ use unicorn::text::{CallFormat, ChatFiles, ChatTemplate, Tokenizer};
 
 use super::data;
 use super::fake_runner::{Control, FakeRunner, HANG, Script, fake_limits, kv_with, says};
-use super::tokenizers::{gemma_template, tokenizer};
+use super::tokenizers::{GoldenTemplate, gemma_template, llama_cpp_file, tokenizer};
 
 /// The model's id in the API.
 pub const MODEL: &str = "makers/tiny-gemma";
@@ -119,33 +119,75 @@ fn loaded_as(
     App { router: api::router(Arc::clone(&server)), server, engine, control }
 }
 
-/// A family of models, with its tokenizer and template in `tests/data/families`.
+/// A family of models, with its tokenizer and template.
 pub struct FamilyText {
     pub tokenizer: Tokenizer,
-    tokenizer_folder: PathBuf,
-    template_folder: PathBuf,
+    /// `tokenizer_config.json`.
+    config: Vec<u8>,
+    jinja: Vec<u8>,
 }
 
+/// Control tokens of Mistral's vocabularies.
+const MISTRAL: [&str; 17] = [
+    "<unk>",
+    "<s>",
+    "</s>",
+    "[INST]",
+    "[/INST]",
+    "[AVAILABLE_TOOLS]",
+    "[/AVAILABLE_TOOLS]",
+    "[TOOL_RESULTS]",
+    "[/TOOL_RESULTS]",
+    "[TOOL_CALLS]",
+    "[SYSTEM_PROMPT]",
+    "[/SYSTEM_PROMPT]",
+    "[TOOL_CONTENT]",
+    "[ARGS]",
+    "[CALL_ID]",
+    "[THINK]",
+    "[/THINK]",
+];
+/// Those of the vocabularies until 2024.
+const OLDER_MISTRAL: &[&str] = MISTRAL.split_at(10).0;
+
 impl FamilyText {
+    /// A family in `tests/data/families`.
     pub fn new(name: &str) -> FamilyText {
-        let folder = |name: &str| data("families").join(name);
-        let tokenizer_folder = folder(match name {
+        let (tokenizer, template) = match name {
+            "qwen" => ("qwen-tokenizer", "qwen-tokenizer"),
             // Qwen 3.5 has the control tokens of Qwen.
-            "qwen" | "qwen35" => "qwen-tokenizer",
-            "gemma4" => "gemma4-tokenizer",
+            "qwen35" => ("qwen-tokenizer", "qwen35-template"),
+            "gemma4" => ("gemma4-tokenizer", "gemma4-tokenizer"),
             other => panic!("no family {other}"),
-        });
-        let template_folder =
-            if name == "qwen35" { folder("qwen35-template") } else { tokenizer_folder.clone() };
-        let bytes = fs::read(tokenizer_folder.join("tokenizer.json")).expect("a tokenizer");
-        let tokenizer = Tokenizer::from_bytes(&bytes, name).expect("a sound tokenizer");
-        FamilyText { tokenizer, tokenizer_folder, template_folder }
+        };
+        let read = |folder: &str, file: &str| {
+            fs::read(data("families").join(folder).join(file))
+                .unwrap_or_else(|e| panic!("{folder}/{file}: {e}"))
+        };
+        FamilyText {
+            tokenizer: Tokenizer::from_bytes(&read(tokenizer, "tokenizer.json"), name)
+                .expect("a sound tokenizer"),
+            config: read(tokenizer, "tokenizer_config.json"),
+            jinja: read(template, "chat_template.jinja"),
+        }
+    }
+
+    /// A family whose template is in llama.cpp's tree. `None` = the template is not available.
+    pub fn of_llama_cpp(golden: &GoldenTemplate) -> Option<FamilyText> {
+        let jinja = fs::read(llama_cpp_file(&format!("{}.jinja", golden.name))?).expect("a readable file");
+        let tokenizer = match golden.syntax.as_str() {
+            "llama3_json" => tokenizer_with(None, "tiny-llama"),
+            "mistral" => tokenizer_with(Some(OLDER_MISTRAL), "qwen-tokenizer"),
+            "mistral_args" => tokenizer_with(Some(&MISTRAL), "qwen-tokenizer"),
+            _ => tokenizer_with(None, "qwen-tokenizer"),
+        };
+        let config = json!({"bos_token": golden.bos_token, "eos_token": golden.eos_token});
+        Some(FamilyText { tokenizer, config: config.to_string().into_bytes(), jinja })
     }
 
     pub fn template(&self) -> ChatTemplate {
-        let config = fs::read(self.tokenizer_folder.join("tokenizer_config.json")).expect("a file");
-        let jinja = fs::read(self.template_folder.join("chat_template.jinja")).expect("a file");
-        let files = ChatFiles { tokenizer_config: Some(&config), chat_template_jinja: Some(&jinja) };
+        let files =
+            ChatFiles { tokenizer_config: Some(&self.config), chat_template_jinja: Some(&self.jinja) };
         ChatTemplate::from_checkpoint(files, &self.tokenizer).expect("a sound template")
     }
 
@@ -174,6 +216,23 @@ impl FamilyText {
         let calls = CallFormat::of(&template, &tokenizer);
         Service::new(engine, tokenizer, template, calls, DEFAULTS, vec![self.end()])
     }
+}
+
+/// The tokenizer in a folder of `tests/data/families`, with other control tokens if there are any.
+fn tokenizer_with(control: Option<&[&str]>, folder: &str) -> Tokenizer {
+    let bytes = fs::read(data("families").join(folder).join("tokenizer.json")).expect("a tokenizer");
+    let mut file: Value = serde_json::from_slice(&bytes).expect("JSON");
+    if let Some(control) = control {
+        let first = file["model"]["vocab"].as_object().expect("a vocabulary").len();
+        let token = |(i, content): (usize, &&str)| {
+            json!({
+                "id": first + i, "content": content, "special": true, "normalized": false, "single_word": false,
+                "lstrip": false, "rstrip": false,
+            })
+        };
+        file["added_tokens"] = control.iter().enumerate().map(token).collect();
+    }
+    Tokenizer::from_bytes(file.to_string().as_bytes(), folder).expect("a sound tokenizer")
 }
 
 /// Installs a global subscriber that accepts every event and records none. `tracing` caches for each call site whether

@@ -6,6 +6,7 @@ use std::sync::LazyLock;
 
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
+use serde_json::{Map, Value};
 use unicorn::text::{ChatFiles, ChatTemplate, Message, TextError, Tokenizer};
 
 use super::{data, root};
@@ -68,10 +69,63 @@ pub fn smollm2() -> Option<PathBuf> {
     path.exists().then_some(path)
 }
 
+/// What transformers makes of conversations with tools, for chat templates of llama.cpp's tree.
+#[derive(Deserialize)]
+pub struct TemplateGoldens {
+    /// Variables that every template gets.
+    pub variables: Map<String, Value>,
+    pub cases: Vec<TemplateCase>,
+    pub templates: Vec<GoldenTemplate>,
+}
+
+#[derive(Deserialize)]
+pub struct TemplateCase {
+    pub note: String,
+    pub messages: Vec<Message>,
+    pub tools: Vec<Value>,
+    pub add_generation_prompt: bool,
+}
+
+#[derive(Deserialize)]
+pub struct GoldenTemplate {
+    /// The name of its file in llama.cpp's tree.
+    pub name: String,
+    pub bos_token: Option<String>,
+    pub eos_token: String,
+    /// The syntax of its calls.
+    pub syntax: String,
+    /// What the template makes of each case. `None` = it cannot render the case.
+    pub results: Vec<Option<Rendered>>,
+}
+
+#[derive(Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Rendered {
+    Rendered(String),
+    /// The words with which the template refuses the case.
+    Error(String),
+}
+
+impl TemplateGoldens {
+    pub fn read() -> TemplateGoldens {
+        let bytes = fs::read(data("families/template-goldens.json")).expect("goldens");
+        let goldens: TemplateGoldens = serde_json::from_slice(&bytes).expect("sound goldens");
+        for template in &goldens.templates {
+            assert_eq!(template.results.len(), goldens.cases.len(), "{}", template.name);
+        }
+        goldens
+    }
+}
+
+/// A file of llama.cpp's tree that tools/fetch_llama_cpp_files.sh fetches, if it is available.
+pub fn llama_cpp_file(name: &str) -> Option<PathBuf> {
+    let path = root().join(".cache/llama-cpp").join(name);
+    path.exists().then_some(path)
+}
+
 /// The vocabulary of the real Gemma 4, a GGUF file without weights, if it is available.
 pub fn gemma4_vocabulary() -> Option<PathBuf> {
-    let path = root().join(".cache/gemma4-vocabulary/ggml-vocab-gemma-4.gguf");
-    path.exists().then_some(path)
+    llama_cpp_file("ggml-vocab-gemma-4.gguf")
 }
 
 /// The built-in chat template with Gemma's special tokens.

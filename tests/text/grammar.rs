@@ -482,7 +482,7 @@ fn random_calls_in_the_syntax_of_each_family_match_the_schema() {
             };
             let other = json!({"type": "object", "properties": {}, "additionalProperties": false});
             let tools = vec![tool("measure", &schema), tool("now", &other)];
-            let source = GrammarSource::Call { format: format.clone(), tools };
+            let source = GrammarSource::Call { format: format.clone(), tools, most: 1 };
             let grammar = match grammars.compile(&source) {
                 Ok(grammar) => grammar,
                 // A strict schema must be enforced completely.

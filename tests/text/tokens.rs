@@ -10,13 +10,14 @@ use serde::Deserialize;
 
 use unicorn::model::arch::open_files;
 use unicorn::text::{
-    ChatFiles, ChatTemplate, MAX_STOP_BYTES, MAX_STOPS, MAX_TEXT_BYTES, Message, PromptEnding, StopMatcher,
-    TemplateInput, TemplateKwargs, TextError, Tokenizer,
+    CallFormat, ChatFiles, ChatTemplate, MAX_STOP_BYTES, MAX_STOPS, MAX_TEXT_BYTES, Message, PromptEnding,
+    StopMatcher, TemplateInput, TemplateKwargs, TextError, Tokenizer,
 };
 
+use crate::support::app::FamilyText;
 use crate::support::tokenizers::{
-    ByteLevelCase, DecodeCase, cases, gemma_template, gemma4_vocabulary, real_tokenizer_json, render,
-    template, tokenizer,
+    ByteLevelCase, DecodeCase, Rendered, TemplateGoldens, cases, gemma_template, gemma4_vocabulary,
+    real_tokenizer_json, render, template, tokenizer,
 };
 use crate::support::{self, skip};
 
@@ -1156,7 +1157,7 @@ fn gemma_4_texts_match_the_goldens() {
 /// The vocabulary in llama.cpp's file, which was converted from the real model.
 #[test]
 fn the_real_gemma_4_vocabulary_gives_the_goldens_ids() {
-    let Some(path) = gemma4_vocabulary() else { return skip("gemma4-vocabulary") };
+    let Some(path) = gemma4_vocabulary() else { return skip("llama-cpp-files") };
     let files = open_files(&path).unwrap();
     let json = files.read("tokenizer.json").unwrap().expect("a tokenizer");
     let tokenizer = Tokenizer::from_bytes(&json, "tokenizer.json").unwrap();
@@ -1272,6 +1273,39 @@ fn templates_of_other_families_match_the_goldens() {
         println!("{folder}: {checked} cases");
         assert!(checked >= least, "{folder}: {checked} cases");
     }
+}
+
+/// Llama 3, Mistral, Hermes and Qwen: conversations with tools, and what transformers makes of them.
+#[test]
+fn templates_of_llama_cpp_match_transformers() {
+    let TemplateGoldens { variables, cases, templates } = TemplateGoldens::read();
+    let kwargs = TemplateKwargs::new(variables).unwrap();
+    let mut compared = 0;
+    for golden in &templates {
+        let Some(family) = FamilyText::of_llama_cpp(golden) else { return skip("llama-cpp-files") };
+        let template = family.template();
+        let written = CallFormat::of(&template, &family.tokenizer).syntax.name;
+        assert_eq!(written, golden.syntax, "{}", golden.name);
+        for (case, result) in cases.iter().zip(&golden.results) {
+            let ending = if case.add_generation_prompt { PromptEnding::Answer } else { PromptEnding::Closed };
+            let input =
+                TemplateInput { tools: &case.tools, ..TemplateInput::new(&case.messages, ending, &kwargs) };
+            let what = format!("{}: {}", golden.name, case.note);
+            match result {
+                Some(Rendered::Rendered(expected)) => {
+                    assert_eq!(&template.text(&input).unwrap(), expected, "{what}")
+                }
+                Some(Rendered::Error(words)) => {
+                    let error = template.text(&input).unwrap_err().to_string();
+                    assert!(error.contains(words), "{what}: {error}");
+                }
+                None => continue,
+            }
+            compared += 1;
+        }
+    }
+    println!("{compared} conversations");
+    assert!(compared >= 10 * templates.len() && templates.len() >= 8, "{compared} conversations");
 }
 
 #[test]

@@ -119,6 +119,13 @@ impl CallsReader {
         self.give_up(rest);
     }
 
+    /// Takes the control token after which an id of the call follows.
+    pub fn call_id(&mut self) {
+        if let Some(Body::Named(body)) = &mut self.open {
+            body.is_in_id = !body.is_named;
+        }
+    }
+
     /// The call turned out to be text, of which `rest` was held back.
     fn give_up(&mut self, rest: Option<String>) {
         if let Some(rest) = rest {
@@ -181,10 +188,11 @@ fn add(read: Vec<AnswerPiece>, before: usize, pieces: &mut Pieces) {
     }
 }
 
-/// A name, a control token, and JSON.
+/// A name, a control token, and JSON. There may be an id after the name.
 #[derive(Debug, Clone, Default)]
 struct NamedBody {
     name: String,
+    is_in_id: bool,
     is_named: bool,
     nesting: Nesting,
     is_complete: bool,
@@ -193,7 +201,7 @@ struct NamedBody {
 impl NamedBody {
     fn push(&mut self, text: &str, pieces: &mut Pieces) -> Option<String> {
         if !self.is_named {
-            self.name.push_str(text);
+            self.name.push_str(if self.is_in_id { "" } else { text });
             return None;
         }
         let mut end = 0;

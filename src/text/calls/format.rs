@@ -26,6 +26,8 @@ pub struct CallTokens {
     pub end: Option<u32>,
     /// The control token within a call: the quotes of a text, or what separates the name from the arguments.
     pub(in crate::text) mark: Option<u32>,
+    /// The control token after which the model writes an id of the call. The server gives calls ids of its own.
+    pub(in crate::text) call_id: Option<u32>,
     /// All control tokens of the syntax, which are never text of an answer.
     pub(in crate::text) all: Vec<u32>,
 }
@@ -40,7 +42,8 @@ impl CallFormat {
     pub fn of(template: &ChatTemplate, tokenizer: &Tokenizer) -> Self {
         let Some(written) = written_call(template) else { return Self::plain() };
         let is_written = |syntax: &&CallSyntax| {
-            syntax.in_template && written.contains(&without_white_space(&syntax.beginning(TOOL)))
+            let mut beginnings = syntax.beginnings(TOOL).into_iter();
+            syntax.in_template && beginnings.any(|text| written.contains(&without_white_space(&text)))
         };
         let mut formats = family::call_syntaxes()
             .filter(is_written)
@@ -66,14 +69,18 @@ impl CallFormat {
         let id = |token: &'static str| tokenizer.token_id(token).ok_or(token);
         let Some(marks) = &syntax.marks else { return Ok(Self { syntax, tokens: None }) };
         let mark = match syntax.body {
-            CallBody::Bare { quote: mark } | CallBody::Named { mark } => Some(id(mark)?),
+            CallBody::Bare { quote: mark } | CallBody::Named { mark, .. } => Some(id(mark)?),
             CallBody::Json { .. } | CallBody::Tagged => None,
+        };
+        let call_id = match syntax.body {
+            CallBody::Named { id, .. } => tokenizer.token_id(id),
+            _ => None,
         };
         let (open, close) = (id(marks.open)?, marks.close.map(id).transpose()?);
         let end = marks.end.map(id).transpose()?;
         let others = marks.others.iter().filter_map(|token| tokenizer.token_id(token));
-        let all = [Some(open), close, end, mark].into_iter().flatten().chain(others).collect();
-        Ok(Self { syntax, tokens: Some(CallTokens { open, close, end, mark, all }) })
+        let all = [Some(open), close, end, mark, call_id].into_iter().flatten().chain(others).collect();
+        Ok(Self { syntax, tokens: Some(CallTokens { open, close, end, mark, call_id, all }) })
     }
 }
 

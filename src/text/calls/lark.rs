@@ -27,14 +27,15 @@ pub struct CallTool {
 type Problem = (usize, String);
 
 /// The schema to prepare for the grammar of calls of these tools. It refers to the parameters as "#/$defs/0" and so on.
-pub(in crate::text) fn form(format: &CallFormat, tools: &[CallTool]) -> Value {
+/// A list has at most `most` calls.
+pub(in crate::text) fn form(format: &CallFormat, tools: &[CallTool], most: usize) -> Value {
     let CallBody::Json { arguments, is_list, .. } = format.syntax.body else {
         return json!({"anyOf": (0..tools.len()).map(SchemaPart::reference).collect::<Vec<_>>()});
     };
     let call = |(i, tool): (usize, &CallTool)| call_schema(&tool.name, arguments, i);
     let calls: Vec<Value> = tools.iter().enumerate().map(call).collect();
     if is_list {
-        json!({"type": "array", "items": {"anyOf": calls}, "minItems": 1})
+        json!({"type": "array", "items": {"anyOf": calls}, "minItems": 1, "maxItems": most})
     } else {
         json!({"anyOf": calls})
     }
@@ -64,8 +65,12 @@ pub(in crate::text) fn lark(
     }
     let none = Map::new();
     let definitions = prepared.get("$defs").and_then(Value::as_object).unwrap_or(&none);
-    let mark = format.tokens.as_ref().and_then(|tokens| tokens.mark);
-    let mark = mark.map_or(String::new(), |id| format!("<[{id}]>"));
+    let token = |id: Option<u32>| id.map_or(String::new(), |id| format!("<[{id}]>"));
+    let mark = token(format.tokens.as_ref().and_then(|tokens| tokens.mark));
+    let call_id = match format.tokens.as_ref().and_then(|tokens| tokens.call_id) {
+        Some(id) => format!("({} {CALL_ID})?", token(Some(id))),
+        None => String::new(),
+    };
     let mut grammar = Translation {
         definitions,
         json,
@@ -80,7 +85,7 @@ pub(in crate::text) fn lark(
         let schema = &definitions[&i.to_string()];
         let call = match format.syntax.body {
             CallBody::Named { .. } => {
-                Ok(format!("{} {mark} {}", literal(&tool.name), grammar.embedded(schema)))
+                Ok(format!("{} {call_id} {mark} {}", literal(&tool.name), grammar.embedded(schema)))
             }
             CallBody::Bare { .. } => {
                 let arguments = grammar.value(schema);
@@ -111,6 +116,8 @@ const ANNOTATIONS: [&str; 9] =
 
 const NUMBER: &str = r"/-?(0|[1-9][0-9]{0,17})(\.[0-9]{1,17})?([eE][+-]?[0-9]{1,3})?/";
 const INTEGER: &str = r"/-?(0|[1-9][0-9]{0,17})/";
+/// An id of a call. Mistral's have nine characters.
+const CALL_ID: &str = "/[A-Za-z0-9]{1,32}/";
 /// A key that no schema names.
 const KEY: &str = r"/[A-Za-z_][A-Za-z0-9_.-]{0,63}/";
 /// Any text that is not empty.

@@ -32,8 +32,9 @@ pub(in crate::text) struct CallMarks {
 pub(in crate::text) enum CallBody {
     /// `{"name": NAME, ARGUMENTS: {...}}` between two texts, or a list of such objects.
     Json { before: &'static str, arguments: &'static str, after: &'static str, is_list: bool },
-    /// `NAME`, a control token, and the JSON of the arguments.
-    Named { mark: &'static str },
+    /// `NAME`, a control token, and the JSON of the arguments. Between the name and this token, some models write another
+    /// control token, `id`, and an id of the call.
+    Named { mark: &'static str, id: &'static str },
     /// `call:NAME{key:value,...}`, with keys without quotes, and a control token as the quotes of texts.
     Bare { quote: &'static str },
     /// `<function=NAME>`, and `<parameter=KEY>` with a line or more for each argument.
@@ -110,7 +111,7 @@ static MISTRAL_ARGS: CallSyntax = CallSyntax {
         end: None,
         others: &["[TOOL_RESULTS]", "[/TOOL_RESULTS]", "[ARGS]", "[CALL_ID]"],
     }),
-    body: CallBody::Named { mark: "[ARGS]" },
+    body: CallBody::Named { mark: "[ARGS]", id: "[CALL_ID]" },
     in_template: true,
     is_parallel: true,
 };
@@ -139,17 +140,19 @@ impl CallSyntax {
         CALL_SYNTAXES.into_iter().map(|syntax| syntax.name)
     }
 
-    /// The text with which a call of the tool `name` begins.
-    pub(in crate::text) fn beginning(&self, name: &str) -> String {
+    /// The texts with which a call of the tool `name` may begin.
+    pub(in crate::text) fn beginnings(&self, name: &str) -> Vec<String> {
         let open = self.marks.as_ref().map_or("", |marks| marks.open);
-        match self.body {
+        vec![match self.body {
             CallBody::Json { before, arguments, is_list, .. } => {
                 let list = if is_list { "[" } else { "" };
                 format!("{open}{before}{list}{{\"name\": \"{name}\", \"{arguments}\":")
             }
-            CallBody::Named { mark } => format!("{open}{name}{mark}"),
+            CallBody::Named { mark, id } => {
+                return vec![format!("{open}{name}{mark}"), format!("{open}{name}{id}")];
+            }
             CallBody::Bare { .. } => format!("{open}call:{name}{{"),
             CallBody::Tagged => format!("{open}<function={name}>"),
-        }
+        }]
     }
 }

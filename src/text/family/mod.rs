@@ -6,6 +6,7 @@ mod chatml;
 mod gemma;
 mod gemma4;
 mod llama;
+mod mistral;
 mod syntax;
 
 pub(super) use calls::CallBody;
@@ -13,7 +14,8 @@ pub use calls::CallSyntax;
 pub use syntax::Family;
 pub(super) use syntax::THINK;
 
-static FAMILIES: [&Family; 4] = [&gemma::GEMMA, &gemma4::GEMMA4, &llama::LLAMA, &chatml::CHATML];
+static FAMILIES: [&Family; 5] =
+    [&gemma::GEMMA, &gemma4::GEMMA4, &llama::LLAMA, &chatml::CHATML, &mistral::MISTRAL];
 
 /// The family of a vocabulary, of which `contains` says whether it has a token.
 pub(super) fn of(contains: impl Fn(&str) -> bool) -> Option<&'static Family> {
