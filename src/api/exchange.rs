@@ -154,6 +154,12 @@ pub(in crate::api) trait Format: Sized + Send + 'static {
         all: Option<&Timings>,
     ) -> Result<Vec<Self::Event>, ApiError>;
 
+    /// An event that says nothing new. It is sent during a long silence if the clients of this format take only events as
+    /// signs of life, and no comments.
+    fn waiting(&self, _: &Reply) -> Option<Self::Event> {
+        None
+    }
+
     /// The events after the last delta.
     fn end() -> Vec<Self::Event> {
         Vec::new()
@@ -223,15 +229,28 @@ async fn collect<F: Format>(reply: Reply, mut answers: Answers, format: F) -> Re
     format.whole(&reply, all, &timings)
 }
 
+/// During silence, so many comments come before an event of [`Format::waiting`]: one a minute. Codex gives up after five.
+const COMMENTS_PER_EVENT: u32 = 12;
+
 /// Writes the answers as a stream of events.
 fn stream_reply<F: Format>(server: &Server, reply: Reply, mut answers: Answers, mut format: F) -> Response {
     let failed = format.on_error(&reply);
+    let silence = server.options.keep_alive * COMMENTS_PER_EVENT;
     let events = async_stream::try_stream! {
         for event in format.begin(&reply) {
             yield event;
         }
-        while let Some(delta) = answers.next().await {
-            let delta = delta?;
+        loop {
+            let delta = match timeout(silence, answers.next()).await {
+                Ok(Some(delta)) => delta?,
+                Ok(None) => break,
+                Err(_) => {
+                    if let Some(event) = format.waiting(&reply) {
+                        yield event;
+                    }
+                    continue;
+                }
+            };
             let last = delta.end.filter(|_| answers.is_done());
             let all = last.map(|reason| {
                 let timings = answers.timings();

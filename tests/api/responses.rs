@@ -57,6 +57,28 @@ fn asked(body: Value, key: &str) -> Request<Body> {
     request
 }
 
+#[tokio::test]
+async fn a_long_silence_has_events_that_say_nothing_new() {
+    let app = app_that_says("ok");
+    app.control.allow(0);
+    let control = app.control.clone();
+    let release = tokio::spawn(async move {
+        tokio::time::sleep(OPTIONS.keep_alive * 40).await;
+        control.release();
+    });
+    let events = events(&app, ask("Hi")).await;
+    let names: Vec<&str> = events.iter().map(|event| event["type"].as_str().expect("a type")).collect();
+    let waits = names.iter().filter(|name| **name == "response.in_progress").count();
+    assert!(waits > 2, "{names:?}");
+    // All of them come before the answer, and are numbered like other events.
+    assert_eq!(names[waits + 1], "response.output_item.added", "{names:?}");
+    for (i, event) in events.iter().enumerate() {
+        assert_eq!(event["sequence_number"], i, "{event}");
+    }
+    assert_eq!(events[1]["response"], events[waits]["response"]);
+    release.await.expect("no panic");
+}
+
 async fn events(app: &App, body: Value) -> Vec<Value> {
     let events = events_of(app, PATH, body).await;
     for (i, event) in events.iter().enumerate() {

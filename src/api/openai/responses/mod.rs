@@ -534,6 +534,12 @@ impl Format for ResponseFormat {
         Ok(events)
     }
 
+    /// OpenAI sends an event `keepalive`, which several clients do not know.
+    fn waiting(&self, reply: &Reply) -> Option<ResponseEvent> {
+        let response = self.base(reply).object(ResponseStatus::InProgress, Vec::new());
+        Some(ResponseEvent::InProgress { response })
+    }
+
     fn on_error(&self, reply: &Reply) -> impl FnOnce(&ApiError) -> Vec<ResponseEvent> + Send + 'static {
         let base = self.base(reply);
         |error: &ApiError| vec![base.failed(error)]
