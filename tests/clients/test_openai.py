@@ -33,6 +33,7 @@ import observers
 import published_schemas
 import responses_sdk
 import terminal_chat
+import thinking_caller
 from raised import raised
 from server import (
     ANSWER_SECONDS, BINARY, ENVIRONMENT, LAB, ROOT, START_SECONDS, Server, children, free_port, get, is_running,
@@ -670,6 +671,29 @@ def a_trained_model_holds_a_conversation():
         expect(server.stop(), 0)
 
 
+# --- a model that thinks and calls in its own syntax --------------------------------------------------------
+
+
+def a_model_thinks_and_calls(report):
+    """Runs the tests of thinking_caller.py with a server of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        model = thinking_caller.checkpoint(folder)
+        server = Server(LOG.parent / "scripted.log", "--model", str(model), "--context", "4096")
+        server.model = model
+        try:
+            server.wait()
+            report.attempt_all(thinking_caller.PLAIN, server)
+            for package, tests in [(openai, thinking_caller.OPENAI), (anthropic_sdk.anthropic, [thinking_caller.caller_in_messages]),
+                                   (langchain_client.langchain_openai, [thinking_caller.caller_in_langchain]), (thinking_caller.agents, thinking_caller.AGENTS)]:
+                if package is not None:
+                    report.attempt_all(tests, server)
+                    continue
+                for test in tests:
+                    report.skip("client-packages", test.__name__)
+        finally:
+            expect(server.stop(), 0)
+
+
 def main():
     if not BINARY.exists():
         sys.exit(f"{BINARY} does not exist: cargo build")
@@ -693,6 +717,7 @@ def main():
                 report.skip("client-packages" if openai is None else "smollm2", a_trained_model_holds_a_conversation.__name__)
             else:
                 report.attempt("a_trained_model_holds_a_conversation", a_trained_model_holds_a_conversation)
+            report.attempt("a_model_thinks_and_calls", lambda: a_model_thinks_and_calls(report))
             here = Path(__file__).parent
             # Interpreters of separate environments, and the sessions that run in them.
             pythons = [("LITELLM_PYTHON", "litellm_client"), ("LLAMA_INDEX_PYTHON", "llama_index_client"),
