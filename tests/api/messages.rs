@@ -77,6 +77,7 @@ async fn a_stream_sends_the_expected_events_in_order() {
         let mut events = events(&app, with(ask("Hi"), fields.clone())).await;
         let take = |events: &mut Vec<Value>| if events.is_empty() { json!(null) } else { events.remove(0) };
 
+        assert_eq!(take(&mut events), json!({"type": "ping"}));
         let start = take(&mut events);
         let message = &start["message"];
         assert_eq!((&start["type"], &message["type"]), (&json!("message_start"), &json!("message")));
@@ -86,7 +87,6 @@ async fn a_stream_sends_the_expected_events_in_order() {
         if !expected.is_empty() {
             let block = json!({"type": "content_block_start", "index": 0, "content_block": {"type": "text", "text": ""}});
             assert_eq!(take(&mut events), block, "{fields}");
-            assert_eq!(take(&mut events), json!({"type": "ping"}));
             let mut said = String::new();
             while events[0]["type"] == "content_block_delta" {
                 let delta = take(&mut events);
@@ -183,7 +183,8 @@ fn ask_with_tools(more: Value) -> Value {
 /// Builds the message from the events of a stream, without its usage.
 fn message_of_events(events: Vec<Value>) -> Value {
     let mut events = events.into_iter();
-    let mut message = events.next().expect("a first event")["message"].take();
+    assert_eq!(events.next(), Some(json!({"type": "ping"})));
+    let mut message = events.next().expect("a second event")["message"].take();
     let (mut blocks, mut json, mut open) = (Vec::<Value>::new(), String::new(), false);
     for mut event in events {
         let kind = event["type"].as_str().expect("a type").to_owned();
@@ -654,7 +655,7 @@ async fn a_lost_device_ends_a_stream_with_an_error_event() {
     let app = app_that_says("One, two, three");
     app.control.fail_wait_at(4);
     let events = events(&app, ask("Hi")).await;
-    assert_eq!(events[0]["type"], "message_start");
+    assert_eq!(events[1]["type"], "message_start");
     let last = events.last().unwrap();
     assert_eq!((&last["type"], &last["error"]["type"]), (&json!("error"), &json!("api_error")));
     assert!(last["error"]["message"].as_str().unwrap().contains("ring timeout"), "{last}");

@@ -780,6 +780,9 @@ fn check_message(asked: &Value, reply: &Value) -> Checked {
 
 /// Builds the message from the events of an Anthropic stream.
 fn joined_message(events: &[Value]) -> Result<Value, String> {
+    let pings = events.iter().take_while(|event| *event == &json!({"type": "ping"})).count();
+    ensure!(pings > 0);
+    let events = &events[pings..];
     let [first, .., last] = events else { return Err("hardly an event".into()) };
     ensure!(first["type"] == "message_start", last == &json!({"type": "message_stop"}));
     let mut message = first["message"].clone();

@@ -2,7 +2,7 @@
 //!
 //! An answer is a block of what the model thought, if it did, and one block of text or one for each tool call; an empty
 //! answer has no block. A stream begins with the message, which reports the length of the prompt and how much of it the
-//! prefix cache had. Both are known with the first token, so the stream begins then.
+//! prefix cache had. Both are known with the first token. Until then, the stream has only `ping`.
 
 pub(in crate::api) mod request;
 
@@ -277,9 +277,6 @@ impl MessageFormat {
         let mut events: Vec<MessageEvent> = self.close().into_iter().collect();
         (self.blocks, self.open) = (self.blocks + 1, kind);
         events.push(MessageEvent::ContentBlockStart { index: self.index(), content_block });
-        if self.blocks == 1 {
-            events.push(MessageEvent::Ping {});
-        }
         events
     }
 
@@ -327,6 +324,14 @@ impl Format for MessageFormat {
             }
         }
         Ok(Message::new(reply, content, stop, timings))
+    }
+
+    fn begin(&mut self, _: &Reply) -> Vec<MessageEvent> {
+        vec![MessageEvent::Ping {}]
+    }
+
+    fn waiting(&self, _: &Reply) -> Option<MessageEvent> {
+        Some(MessageEvent::Ping {})
     }
 
     fn add(

@@ -116,7 +116,7 @@ const ANNOTATIONS: [&str; 9] =
 
 const NUMBER: &str = r"/-?(0|[1-9][0-9]{0,17})(\.[0-9]{1,17})?([eE][+-]?[0-9]{1,3})?/";
 const INTEGER: &str = r"/-?(0|[1-9][0-9]{0,17})/";
-/// An id of a call. Mistral's have nine characters.
+/// An id of a call, which the model makes up.
 const CALL_ID: &str = "/[A-Za-z0-9]{1,32}/";
 /// A key that no schema names.
 const KEY: &str = r"/[A-Za-z_][A-Za-z0-9_.-]{0,63}/";
