@@ -131,11 +131,18 @@ impl Service {
         };
         let input = TemplateInput { messages: &messages, tools: &tools, kwargs, ending: *ending };
         let keep = self.kept(request);
+        let refusal = |error| match error {
+            // Otherwise the places of messages are not those of the request.
+            TextError::Raised(words) if messages.len() == request.messages.len() => {
+                SessionError::Text(self.refused_message(&words, &input))
+            }
+            error => self.refusal(error),
+        };
         if self.special_in_content {
-            let text = self.template.text(&input).map_err(|error| self.refusal(error))?;
+            let text = self.template.text(&input).map_err(refusal)?;
             return self.encode(&text, false, keep);
         }
-        let prompt = self.template.prompt(&self.tokenizer, &input).map_err(|error| self.refusal(error))?;
+        let prompt = self.template.prompt(&self.tokenizer, &input).map_err(refusal)?;
         self.ids(prompt.text.len(), keep, || prompt.ids(&self.tokenizer))
     }
 
@@ -360,6 +367,22 @@ impl Service {
 
     pub fn tokenizer(&self) -> &Tokenizer {
         &self.tokenizer
+    }
+
+    /// An error that names the message which a template refuses with these words: the first one with which the
+    /// conversation to this message is refused in the same words.
+    fn refused_message(&self, words: &str, input: &TemplateInput) -> String {
+        let refuses = |count: usize| {
+            let part = TemplateInput { messages: &input.messages[..count], ..*input };
+            matches!(self.template.text(&part), Err(TextError::Raised(other)) if other == words)
+        };
+        let (mut accepted, mut refused) = (0, input.messages.len());
+        while refused - accepted > 1 {
+            let middle = (accepted + refused) / 2;
+            *if refuses(middle) { &mut refused } else { &mut accepted } = middle;
+        }
+        let (count, role) = (input.messages.len(), &input.messages[accepted].role);
+        format!("the chat template refused message {refused} of {count}, of the role {role}: {words}")
     }
 
     fn refusal(&self, error: TextError) -> SessionError {

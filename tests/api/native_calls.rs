@@ -760,6 +760,34 @@ async fn a_control_token_before_a_call_without_its_own_does_not_free_it() {
 }
 
 #[tokio::test]
+async fn an_error_of_a_template_names_the_message() {
+    let goldens = TemplateGoldens::read();
+    let golden = goldens.templates.iter().find(|golden| golden.syntax == "llama3_json").expect("Llama 3");
+    let Some(family) = FamilyText::of_llama_cpp(golden) else { return skip("llama-cpp-files") };
+    let app = family.app(says(&family.plain("Yes."), family.end()));
+    let made =
+        |id: &str| json!({"id": id, "type": "function", "function": {"name": "now", "arguments": "{}"}});
+    let mut messages = vec![json!({"role": "system", "content": "Be brief."})];
+    for _ in 0..3 {
+        messages.push(json!({"role": "user", "content": "Hi"}));
+        messages.push(json!({"role": "assistant", "content": "Hello."}));
+    }
+    messages.push(json!({"role": "user", "content": "When?"}));
+    messages.push(json!({"role": "assistant", "content": null, "tool_calls": [made("a"), made("b")]}));
+    for id in ["a", "b"] {
+        messages.push(json!({"role": "tool", "tool_call_id": id, "content": "noon"}));
+    }
+    let (status, body) = complete(&app, with(ask(json!({})), json!({"messages": messages}))).await;
+    let error = &body["error"];
+    assert_eq!((status.as_u16(), &error["param"]), (400, &json!("messages")), "{body}");
+    let said = error["message"].as_str().expect("a text");
+    assert!(
+        said.contains("message 9 of 11, of the role assistant: This model only supports single tool-calls"),
+        "{said}"
+    );
+}
+
+#[tokio::test]
 async fn without_parallel_calls_a_list_has_one_call() {
     for (name, family) in mistrals() {
         let calls = |text: &str| json!({"name": "note", "arguments": {"text": text}}).to_string();
