@@ -9,6 +9,7 @@
 
 "use strict";
 
+const { spawnSync } = require("node:child_process");
 const fs = require("node:fs");
 const path = require("node:path");
 const { ROOT, SMOLLM2, WAIT_MS, Server, check, emptyFolder, fails, needsTrained, run, same, unicorn, until } = require("../page/drive.js");
@@ -17,6 +18,9 @@ const PICTURES = emptyFolder("openwebui");
 const DATA = path.join(ROOT, ".cache/test/openwebui-data");
 const MODEL = "unicorn-demo";
 const HARBOUR = "The harbour had been quiet since the lamps went out along the northern wall. ";
+/** What the model of tests/clients/scripted_model.py answers after the result of its call. */
+const SUNNY = "The tool says: it is sunny.";
+const THOUGHT = "The user asks for something that a tool knows. I call it.";
 const STORY = "Tell me a short story about a dragon.";
 /** Has the demo model, whose stories are short, tell more of them: seconds on a software GPU. */
 const LONG = { min_tokens: "600", max_tokens: "600" };
@@ -114,6 +118,26 @@ async function answered(n) {
   const text = () => answers().last().innerText();
   await until(async () => (await text()).trim() !== "" && (await stop().count()) === 0, `answer ${n} ends`, SLOW_MS);
   return (await text()).trim();
+}
+
+/** Starts a second server of models, and makes Open WebUI use it too. Returns the name of its model. */
+async function connect(other) {
+  other.start();
+  await other.ready();
+  const [{ id }] = (await (await fetch(`${other.url}v1/models`)).json()).data;
+  const config = await ok("GET", "/openai/config");
+  await ok("POST", "/openai/config/update", {
+    ...config, OPENAI_API_BASE_URLS: [`${engine.url}v1`, `${other.url}v1`], OPENAI_API_KEYS: ["", ""],
+    OPENAI_API_CONFIGS: { 0: { enable: true }, 1: { enable: true } },
+  });
+  return id;
+}
+
+/** Begins a chat with a model of this name. */
+async function choose(id) {
+  await page.goto(`${webui.url}?models=${id}`);
+  await page.waitForSelector("#chat-input");
+  await until(async () => (await page.locator("[id^=model-selector]").first().innerText()).includes(id), "the model is chosen");
 }
 
 // --- the tests ------------------------------------------------------------------------------------------
@@ -258,17 +282,48 @@ const tests = {
     same(await taken('task="none"'), chats + 1, "chats");
   },
 
+  async a_model_thinks_and_calls_a_tool() {
+    const checkpoint = path.join(emptyFolder("scripted"), "model");
+    const wrote = spawnSync("python3", [path.join(ROOT, "tests/clients/scripted_model.py"), checkpoint, "--answer", SUNNY], { encoding: "utf8" });
+    check(wrote.status === 0, wrote.stderr);
+    const other = await unicorn("openwebui-caller", "--model", checkpoint, "--context", "8192");
+    try {
+      const id = await connect(other);
+      const content = "class Tools:\n    def get_weather(self, city: str) -> str:\n        \"\"\"\n        Get the current weather in a city\n"
+        + "        :param city: Name of the city\n        \"\"\"\n        return f\"It is sunny in {city}.\"\n";
+      const meta = { description: "the weather", manifest: {} };
+      await ok("POST", "/api/v1/tools/create", { id: "weather", name: "Weather", content, meta });
+      await ok("POST", "/api/v1/models/create", {
+        id, base_model_id: null, name: id, is_active: true, access_grants: null,
+        meta: { toolIds: ["weather"], capabilities: { builtin_tools: false } }, params: { function_calling: "native", max_tokens: 300 },
+      });
+      await choose(id);
+      await type("What is the weather in Paris?");
+      const text = await answered(1);
+      await until(isQuiet, "all is answered", SLOW_MS);
+      check(text.includes(SUNNY), text);
+      for (const mark of ["<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", '"arguments"']) {
+        check(!text.includes(mark), `${mark} is in the answer: ${text}`);
+      }
+      await picture("tool-called");
+      // What it did before the answer is in a line that can be opened, and again in this line.
+      await page.getByText("Explored").click();
+      const thoughts = page.locator(".chat-assistant").getByText(/^Thought/);
+      await thoughts.first().waitFor();
+      check((await thoughts.count()) === 2, `${await thoughts.count()} thoughts`);
+      await thoughts.first().click();
+      await page.getByText(THOUGHT).first().waitFor();
+      await picture("tool-opened");
+      console.log(`   ${JSON.stringify(await answers().last().innerText())}`);
+    } finally {
+      await other.end("SIGTERM");
+    }
+  },
+
   async a_trained_model_of_a_second_server_holds_a_conversation() {
     const other = await unicorn("openwebui-smollm2", "--model", SMOLLM2, "--context", "2048");
     try {
-      other.start();
-      await other.ready();
-      const [{ id }] = (await (await fetch(`${other.url}v1/models`)).json()).data;
-      const config = await ok("GET", "/openai/config");
-      const addresses = [`${engine.url}v1`, `${other.url}v1`];
-      await ok("POST", "/openai/config/update", {
-        ...config, OPENAI_API_BASE_URLS: addresses, OPENAI_API_KEYS: ["", ""], OPENAI_API_CONFIGS: { 0: { enable: true }, 1: { enable: true } },
-      });
+      const id = await connect(other);
       await ask({ max_tokens: "60" });
       // Follow-ups would take this model minutes on a software GPU, and the page shows "Stop" until they end.
       const tasks = await ok("GET", "/api/v1/tasks/config");
@@ -276,9 +331,7 @@ const tests = {
       await ok("POST", "/api/v1/tasks/config/update", { ...tasks, ...none });
       const models = await ok("GET", "/api/models");
       same(models.data.map((model) => model.id).filter((name) => [MODEL, id].includes(name)).sort(), [MODEL, id].sort(), "models of both");
-      await page.goto(`${webui.url}?models=${id}`);
-      await page.waitForSelector("#chat-input");
-      await until(async () => (await page.locator("[id^=model-selector]").first().innerText()).includes(id), "the model is chosen");
+      await choose(id);
       await type("What is the capital of France?");
       const first = await answered(1);
       check(first.includes("The capital of France is Paris."), first);
