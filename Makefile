@@ -20,6 +20,7 @@
 #   make test-packages             install the Debian package, the archive and the container on new machines; as root, minutes
 #   make test-service              install and test the service in a container that boots systemd; as root, minutes
 #   make test-fresh RELEASE=bookworm  `make serve` and `make test` on a new machine in a chroot; as root, an hour
+#   make test-agents               install Codex and Claude Code (700 MB of disk), and have each run a command for a task; minutes
 #   make test-27b                  write, load and query a 27B with random weights; 16 GB of disk and of memory, minutes
 #   make test-26b                  the same of a mixture of experts, Gemma 4 26B-A4B
 #   make test-devices              kernels and goldens on every device that replaces a GPU, as a table; half an hour
@@ -55,7 +56,7 @@ SMOLLM2 := .cache/smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
 SERVE_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-test setup-devices test-devices npu-shim build lab check serve bench bench-step bench-host bench-serve gpu-bench test test-clients test-lm-eval test-scaling test-demo test-real test-kernels smollm2 page-libraries test-openwebui test-27b test-26b test-fresh test-service test-packages release test-release conformance edges test-faults soak install uninstall lint clean
+.PHONY: help setup setup-test setup-devices test-devices npu-shim build lab check serve bench bench-step bench-host bench-serve gpu-bench test test-clients test-lm-eval test-scaling test-demo test-real test-kernels smollm2 page-libraries test-openwebui test-agents test-27b test-26b test-fresh test-service test-packages release test-release conformance edges test-faults soak install uninstall lint clean
 
 help:
 	@sed -n 's/^#   //p' $(firstword $(MAKEFILE_LIST))
@@ -166,6 +167,9 @@ page-libraries:
 
 test-openwebui: setup-test smollm2
 	@python3 tools/test.py openwebui
+
+test-agents: setup-test
+	@python3 tools/test.py agents
 
 test-27b: lab
 	@python3 tools/setup.py measure

@@ -7,7 +7,8 @@ counts as a failure.
 
     tools/test.py            all parts
     tools/test.py NAME ...   only the named parts (for work on the project; the last line names them); `lm-eval`,
-                             `openwebui`, `all-devices`, `all-scaling` and `page-libraries` run only if they are named
+                             `openwebui`, `agents`, `all-devices`, `all-scaling` and `page-libraries` run only if they
+                             are named
 """
 
 import contextlib
@@ -47,6 +48,8 @@ PAGE_LIBRARIES = ROOT / "tools/page_libraries"
 PAGE_LIBRARIES_MODULES = ROOT / ".cache/page-libraries"
 PAGE_MODULES = ROOT / ".cache/page"
 BROWSER_ENVIRONMENT = {"NODE_PATH": str(PAGE_MODULES / "node_modules")}
+AGENTS = ROOT / "tests/agents"
+AGENT_MODULES = ROOT / ".cache/agents"
 OPENWEBUI = ROOT / "tests/openwebui"
 OPENWEBUI_VENV = ROOT / ".cache/openwebui"
 
@@ -423,6 +426,21 @@ def openwebui():
     return browser_result("openwebui", *run(command, env={**BROWSER_ENVIRONMENT, "OPEN_WEBUI": program}))
 
 
+def agents():
+    """Coding agents with a real server. Takes 700 MB of disk, and minutes."""
+    lacks = node_lacks(AGENTS, AGENT_MODULES, "@openai/codex", FETCH_CLIENT_SECONDS)
+    if lacks:
+        return Result(failures=[f"agents: {lacks}"])
+    # The package of Claude Code has its program in another package, from which this script copies it.
+    packed = AGENT_MODULES / "node_modules/@anthropic-ai/claude-code"
+    run(["node", str(packed / "install.cjs")])
+    built, _ = run(BUILD)
+    if built != 0:
+        return Result(failures=[f"agents: the build failed ({ended(built)})"])
+    environment = {"AGENTS": str(AGENT_MODULES / "node_modules/.bin")}
+    return counted("agents", *run([sys.executable, str(AGENTS / "test_agents.py")], env=environment))
+
+
 def browser_result(name, status, output):
     line = re.search(rf"^{name}: (\d+) passed, (\d+) failed$", output, re.MULTILINE)
     if not line:
@@ -461,7 +479,7 @@ def page_lacks():
     return node_lacks(PAGE, PAGE_MODULES, "playwright-core") if shutil.which("chromium") else "no chromium"
 
 
-def node_lacks(folder, modules, package):
+def node_lacks(folder, modules, package, seconds=FETCH_SECONDS):
     """What is missing to run the scripts in `folder` with Node.js ('' = nothing). Installs the packages of the folder's
     lock file into `modules`."""
     for command in ["node", "npm"]:
@@ -479,7 +497,7 @@ def node_lacks(folder, modules, package):
         modules.mkdir(parents=True)
         for name in ["package.json", "package-lock.json"]:
             shutil.copy(folder / name, modules)
-        status, _ = run(["npm", "ci", "--prefix", str(modules), "--ignore-scripts", "--no-audit", "--no-fund"], FETCH_SECONDS)
+        status, _ = run(["npm", "ci", "--prefix", str(modules), "--ignore-scripts", "--no-audit", "--no-fund"], seconds)
         if status != 0:
             return f"npm could not fetch {package}"
     return ""
@@ -519,7 +537,7 @@ PARTS = {
 LANES = [["clients"], ["page", "service", "npu"]]
 # These parts take too long for every run, and the last one writes files.
 NAMED_ONLY = {
-    "lm-eval": lm_eval, "openwebui": openwebui, "all-devices": devices_all, "all-scaling": all_scaling,
+    "lm-eval": lm_eval, "openwebui": openwebui, "agents": agents, "all-devices": devices_all, "all-scaling": all_scaling,
     "page-libraries": page_libraries_written,
 }
 

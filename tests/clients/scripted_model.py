@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
 """Writes a checkpoint that thinks, calls a tool, and answers once it has read the result: `scripted_model.py FOLDER`.
 
-Its weights are not trained. They are chosen so that each token of the script determines the next one, in a Qwen 3 with
-one layer. So clients can be tested with thoughts and with calls in a model's own syntax, through the whole server.
+Its weights are not trained. They are chosen so that each token of the script determines the next one, in a Mistral with
+one layer, whose tokenizer and template are Qwen 3's. So clients can be tested with thoughts and with calls in a model's own
+syntax, through the whole server.
 
 - The hidden state has a dimension for each token of the script, one that every token has, and one (`SEEN`) that the
-  layer's attention sets at all positions after a tool's result.
+  layer's attention sets at the positions after a tool's result, in its window.
 - The row of the head for a token reads the dimension of the token before it. After the thought, `SEEN` decides between
   the call and the answer.
 - The script has no token twice. Its words are tokens of the vocabulary, which no text of a prompt is encoded to, because
@@ -24,6 +25,8 @@ from pathlib import Path
 
 TOKENIZER = Path(__file__).resolve().parents[1] / "data/families/qwen-tokenizer"
 HIDDEN, HEAD, CONTEXT = 128, 64, 131072
+# Long prompts of agents take less time with a window.
+WINDOW = 2048
 # Dimensions of the hidden state. The others belong to tokens.
 ALWAYS, SEEN, FIRST = 0, 1, 2
 # The pair of a head's dimensions that RoPE rotates least: by less than 0.03 radians in the whole context.
@@ -112,28 +115,26 @@ def write(folder, script):
     head[answer][place[decides]] = 2.0
 
     query, key, value, output = (matrix(HEAD, HIDDEN), matrix(HEAD, HIDDEN), matrix(HEAD, HIDDEN), matrix(HIDDEN, HEAD))
-    query[QUIET][ALWAYS] = 1.0
-    key[QUIET][place[ids["<tool_response>"]]] = 1.0
+    # The norm makes 8 of the 1 in a state with two dimensions. Then the score of a result is 16 * 16 / 8 = 32, and that of
+    # any other token 0.
+    query[QUIET][ALWAYS] = 2.0
+    key[QUIET][place[ids["<tool_response>"]]] = 2.0
     value[0][place[ids["<tool_response>"]]] = 1.0
-    # The norm makes 1 of a state with two dimensions this.
     output[SEEN][0] = 1 / math.sqrt(HIDDEN / 2)
     ones, layer = [1.0] * HIDDEN, "model.layers.0."
-    # Queries and keys have length 8 after their norms. With these weights, a result counts e^32 times as much as another
-    # token.
     tensors = {
         "model.embed_tokens.weight": embedding, "lm_head.weight": head, "model.norm.weight": [ones],
         layer + "input_layernorm.weight": [ones], layer + "post_attention_layernorm.weight": [ones],
-        layer + "self_attn.q_norm.weight": [[2.0] * HEAD], layer + "self_attn.k_norm.weight": [[2.0] * HEAD],
         layer + "self_attn.q_proj.weight": query, layer + "self_attn.k_proj.weight": key,
         layer + "self_attn.v_proj.weight": value, layer + "self_attn.o_proj.weight": output,
         layer + "mlp.gate_proj.weight": matrix(HIDDEN, HIDDEN), layer + "mlp.up_proj.weight": matrix(HIDDEN, HIDDEN),
         layer + "mlp.down_proj.weight": matrix(HIDDEN, HIDDEN),
     }
     config = {
-        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": HIDDEN, "head_dim": HEAD,
+        "architectures": ["MistralForCausalLM"], "model_type": "mistral", "hidden_size": HIDDEN, "head_dim": HEAD,
         "num_attention_heads": 1, "num_key_value_heads": 1, "num_hidden_layers": 1, "intermediate_size": HIDDEN,
         "vocab_size": rows, "max_position_embeddings": CONTEXT, "rms_norm_eps": 1e-6, "rope_theta": ROPE_THETA,
-        "hidden_act": "silu", "attention_bias": False, "tie_word_embeddings": False, "dtype": "float32",
+        "sliding_window": WINDOW, "hidden_act": "silu", "tie_word_embeddings": False, "dtype": "float32",
         "eos_token_id": ids["<|im_end|>"],
     }
     (folder / "config.json").write_text(json.dumps(config))
