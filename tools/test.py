@@ -433,7 +433,9 @@ def agents():
         return Result(failures=[f"agents: {lacks}"])
     # The package of Claude Code has its program in another package, from which this script copies it.
     packed = AGENT_MODULES / "node_modules/@anthropic-ai/claude-code"
-    run(["node", str(packed / "install.cjs")])
+    copied, _ = run(["node", str(packed / "install.cjs")])
+    if copied != 0:
+        return Result(failures=[f"agents: the program of Claude Code could not be copied ({ended(copied)})"])
     built, _ = run(BUILD)
     if built != 0:
         return Result(failures=[f"agents: the build failed ({ended(built)})"])

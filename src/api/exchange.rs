@@ -154,8 +154,7 @@ pub(in crate::api) trait Format: Sized + Send + 'static {
         all: Option<&Timings>,
     ) -> Result<Vec<Self::Event>, ApiError>;
 
-    /// An event that says nothing new. It is sent during a long silence if the clients of this format take only events as
-    /// signs of life, and no comments.
+    /// An event that says nothing new. It is sent during a long silence, because some clients do not count comments.
     fn waiting(&self, _: &Reply) -> Option<Self::Event> {
         None
     }
@@ -229,25 +228,25 @@ async fn collect<F: Format>(reply: Reply, mut answers: Answers, format: F) -> Re
     format.whole(&reply, all, &timings)
 }
 
-/// During silence, so many comments come before an event of [`Format::waiting`]: one a minute. Codex gives up after five.
-const COMMENTS_PER_EVENT: u32 = 12;
-
 /// Writes the answers as a stream of events.
 fn stream_reply<F: Format>(server: &Server, reply: Reply, mut answers: Answers, mut format: F) -> Response {
     let failed = format.on_error(&reply);
-    let silence = server.options.keep_alive * COMMENTS_PER_EVENT;
+    let interval = server.options.event_interval;
     let events = async_stream::try_stream! {
         for event in format.begin(&reply) {
             yield event;
         }
+        // Not every delta makes an event.
+        let mut sent = Instant::now();
         loop {
-            let delta = match timeout(silence, answers.next()).await {
+            let delta = match timeout_at(sent + interval, answers.next()).await {
                 Ok(Some(delta)) => delta?,
                 Ok(None) => break,
                 Err(_) => {
                     if let Some(event) = format.waiting(&reply) {
                         yield event;
                     }
+                    sent = Instant::now();
                     continue;
                 }
             };
@@ -259,6 +258,7 @@ fn stream_reply<F: Format>(server: &Server, reply: Reply, mut answers: Answers, 
             });
             for event in format.add(&reply, delta, all.as_ref())? {
                 yield event;
+                sent = Instant::now();
             }
         }
         for event in F::end() {
@@ -757,6 +757,7 @@ pub(in crate::api) mod tests {
         stored_response_bytes: 0,
         share_prefixes: None,
         keep_alive: Duration::from_secs(5),
+        event_interval: Duration::from_secs(60),
         device_timeout: Duration::from_secs(60),
         lost_log_lines: || 0,
     };

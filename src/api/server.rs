@@ -46,6 +46,8 @@ pub struct Options {
     pub share_prefixes: Option<SharePrefixes>,
     /// How often a stream without events sends a comment, so that no proxy closes it.
     pub keep_alive: Duration,
+    /// How often a stream without events sends an event that says nothing new, in formats that have one.
+    pub event_interval: Duration,
     /// If a step takes longer, `/health` reports that the device hangs.
     pub device_timeout: Duration,
     /// The current number of lost lines of the log, for `/metrics`.

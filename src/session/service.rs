@@ -39,6 +39,9 @@ pub struct Service {
     longest_token_bytes: usize,
 }
 
+/// How many of the last messages may be found to be the one that a template refuses. Each takes a rendering.
+const MOST_TRIED_MESSAGES: usize = 32;
+
 impl Service {
     /// `stop_token_ids` end an answer (`<end_of_turn>`, `<eos>`). The text of messages never becomes a control token,
     /// unless [`Self::with_special_in_content`] enables it.
@@ -132,10 +135,7 @@ impl Service {
         let input = TemplateInput { messages: &messages, tools: &tools, kwargs, ending: *ending };
         let keep = self.kept(request);
         let refusal = |error| match error {
-            // Otherwise the places of messages are not those of the request.
-            TextError::Raised(words) if messages.len() == request.messages.len() => {
-                SessionError::Text(self.refused_message(&words, &input))
-            }
+            TextError::Raised(words) => SessionError::Text(self.refused_message(&words, &input)),
             error => self.refusal(error),
         };
         if self.special_in_content {
@@ -369,20 +369,24 @@ impl Service {
         &self.tokenizer
     }
 
-    /// An error that names the message which a template refuses with these words: the first one with which the
-    /// conversation to this message is refused in the same words.
+    /// The words with which a template refuses a conversation, and the message that it refuses: the last one without which
+    /// the conversation before it is not refused in these words.
     fn refused_message(&self, words: &str, input: &TemplateInput) -> String {
         let refuses = |count: usize| {
             let part = TemplateInput { messages: &input.messages[..count], ..*input };
             matches!(self.template.text(&part), Err(TextError::Raised(other)) if other == words)
         };
-        let (mut accepted, mut refused) = (0, input.messages.len());
-        while refused - accepted > 1 {
-            let middle = (accepted + refused) / 2;
-            *if refuses(middle) { &mut refused } else { &mut accepted } = middle;
+        let count = input.messages.len();
+        let earlier = (0..count).rev().take(MOST_TRIED_MESSAGES).find(|earlier| !refuses(*earlier));
+        match earlier {
+            Some(earlier) => {
+                let (number, role) = (earlier + 1, &input.messages[earlier].role);
+                format!(
+                    "the chat template refused message {number} of the prompt's {count}, of the role {role}: {words}"
+                )
+            }
+            None => TextError::Raised(words.to_owned()).to_string(),
         }
-        let (count, role) = (input.messages.len(), &input.messages[accepted].role);
-        format!("the chat template refused message {refused} of {count}, of the role {role}: {words}")
     }
 
     fn refusal(&self, error: TextError) -> SessionError {

@@ -14,7 +14,8 @@ use super::error::SessionError;
 use super::grammar::ResponseGrammar;
 use crate::text::{CallFormat, CallTool, GrammarSource, Message, SchemaPart, call_schema};
 
-/// Maximum number of tools in a request, and of calls in an answer. OpenAI has the same limit for tools.
+/// Maximum number of tools in a request, and of calls in an answer, or in each list of an answer where a model writes lists.
+/// OpenAI has the same limit for tools.
 pub const MAX_TOOLS: usize = 128;
 
 /// A function that the model may call.
@@ -101,7 +102,7 @@ impl Tools {
         described
     }
 
-    /// The grammar of one call, for a format with control tokens. `None` if no tool may be called.
+    /// The grammar of one call, or of a list of calls, for a format with control tokens. `None` if no tool may be called.
     pub fn call_grammar(&self, format: &CallFormat) -> Option<ResponseGrammar> {
         let tool = |(_, Tool { name, parameters, strict, .. }): (usize, &Tool)| CallTool {
             name: name.clone(),

@@ -274,7 +274,7 @@ impl Clone for Constraint {
 #[derive(Clone, Copy, PartialEq)]
 enum Applies {
     Yes,
-    /// Undecided: the answer has only white space until now.
+    /// Undecided: the answer has only white space and control tokens without text until now.
     IfOpened,
     No,
 }
@@ -582,9 +582,10 @@ impl Constraint {
 
     /// Takes the next id of the answer. The last mask must have allowed it.
     pub fn push(&mut self, id: u32) -> Result<(), TextError> {
-        let Vocabulary { blanks, openers, text, .. } = &*self.vocabulary;
-        // A control token is not text, so it decides nothing. Llama 3 writes one before some calls.
-        if self.applies == Applies::IfOpened && is_set(text, id) && !is_set(blanks, id) {
+        let Vocabulary { tokenizer, blanks, openers, .. } = &*self.vocabulary;
+        // A control token without text decides nothing. Llama 3 writes one before some calls.
+        let decides = !is_set(blanks, id) && !tokenizer.is_special(id);
+        if self.applies == Applies::IfOpened && decides {
             self.applies = if is_set(openers, id) { Applies::Yes } else { Applies::No };
         }
         if self.applies != Applies::Yes {

@@ -4,7 +4,7 @@
 //! a text that only spells the names of these tokens never begins or ends a thought. White space at the end of a
 //! thought and empty lines after it are part of the syntax.
 
-use super::family::THINK;
+use super::family::{THINK, ThoughtSyntax};
 use super::tokenizer::Tokenizer;
 
 /// The tokens around a thought.
@@ -32,14 +32,17 @@ pub enum ThoughtStart {
 impl Tokenizer {
     /// The tokens around thoughts. `None` = the vocabulary has none, so its models do not think.
     pub fn thought_tokens(&self) -> Option<ThoughtTokens> {
-        let family = self.family();
-        let syntax = family.and_then(|family| family.thought).unwrap_or(THINK);
-        Some(ThoughtTokens {
-            open: self.token_id(syntax.open)?,
-            close: self.token_id(syntax.close)?,
-            header: syntax.header,
-            ends: [self.end_of_turn(), syntax.again_after.and_then(|token| self.token_id(token))],
-        })
+        let tokens = |syntax: ThoughtSyntax| {
+            Some(ThoughtTokens {
+                open: self.token_id(syntax.open)?,
+                close: self.token_id(syntax.close)?,
+                header: syntax.header,
+                ends: [self.end_of_turn(), syntax.again_after.and_then(|token| self.token_id(token))],
+            })
+        };
+        let of_family = self.family().and_then(|family| family.thought).and_then(tokens);
+        // A model may have learned the tokens of others.
+        of_family.or_else(|| tokens(THINK))
     }
 }
 

@@ -3,15 +3,17 @@
 
 use axum::body::Body;
 use axum::http::{Method, Request};
+use futures::StreamExt;
 use serde_json::{Value, json};
+use tower::ServiceExt;
 use unicorn::api::{AccessPolicy, Keys, Options, Server};
 
 use crate::support::app::{
-    App, DEFAULTS, MODEL, OPTIONS, app, app_that_says, app_that_shows_its_prompt, app_with, app_with_policy,
-    limits, loaded, prompt_ids, shows_its_prompt,
+    App, DEFAULTS, END_OF_TURN, MODEL, OPTIONS, app, app_that_says, app_that_shows_its_prompt, app_with,
+    app_with_policy, limits, loaded, prompt_ids, shows_its_prompt,
 };
-use crate::support::fake_runner::says;
-use crate::support::http::{assert_all_free, events_of, post_to, send_json};
+use crate::support::fake_runner::{HANG, says};
+use crate::support::http::{assert_all_free, events_of, named_events, post_to, send_json};
 use crate::support::json::with;
 use crate::support::lists::each_value;
 use crate::support::tokenizers::tokenizer;
@@ -57,26 +59,38 @@ fn asked(body: Value, key: &str) -> Request<Body> {
     request
 }
 
+/// An event of silence comes until the model may answer, in both formats that have one.
 #[tokio::test]
 async fn a_long_silence_has_events_that_say_nothing_new() {
-    let app = app_that_says("ok");
-    app.control.allow(0);
-    let control = app.control.clone();
-    let release = tokio::spawn(async move {
-        tokio::time::sleep(OPTIONS.keep_alive * 40).await;
-        control.release();
-    });
-    let events = events(&app, ask("Hi")).await;
-    let names: Vec<&str> = events.iter().map(|event| event["type"].as_str().expect("a type")).collect();
-    let waits = names.iter().filter(|name| **name == "response.in_progress").count();
-    assert!(waits > 2, "{names:?}");
-    // All of them come before the answer, and are numbered like other events.
-    assert_eq!(names[waits + 1], "response.output_item.added", "{names:?}");
-    for (i, event) in events.iter().enumerate() {
-        assert_eq!(event["sequence_number"], i, "{event}");
+    let message = json!({"model": MODEL, "max_tokens": 9, "messages": [{"role": "user", "content": "Hi"}]});
+    for (path, body, name, answer) in [
+        (PATH, ask("Hi"), "response.in_progress", "response.output_item.added"),
+        ("/v1/messages", message, "ping", "message_start"),
+    ] {
+        let ids = tokenizer().encode("ok", false).expect("encodes");
+        let options = Options { event_interval: OPTIONS.keep_alive, ..OPTIONS };
+        let app = app_with(limits(), options, DEFAULTS, says(&ids, END_OF_TURN));
+        app.control.allow(0);
+        let body = with(body, json!({"stream": true})).to_string();
+        let response = app.router.clone().oneshot(post_to(path, body)).await.expect("handlers do not fail");
+        let mut pieces = response.into_body().into_data_stream();
+        let mut text = String::new();
+        while let Some(piece) = tokio::time::timeout(HANG, pieces.next()).await.expect("no stream hangs") {
+            text.push_str(std::str::from_utf8(&piece.expect("a sound body")).expect("UTF-8"));
+            if text.matches(&format!("event: {name}\n")).count() == 4 {
+                app.control.release();
+            }
+        }
+        let events = named_events(text.as_bytes());
+        let names: Vec<&str> = events.iter().map(|event| event["type"].as_str().expect("a type")).collect();
+        let first = names.iter().position(|other| *other == answer).expect("an answer");
+        let waits = names[..first].iter().filter(|other| **other == name).count();
+        assert!(waits >= 4, "{names:?}");
+        let ended = ["response.completed", "message_stop"].contains(names.last().expect("an end"));
+        assert!(ended, "{names:?}");
+        let is_numbered = |(i, event): (usize, &Value)| event["sequence_number"] == i;
+        assert!(path != PATH || events.iter().enumerate().all(is_numbered), "{names:?}");
     }
-    assert_eq!(events[1]["response"], events[waits]["response"]);
-    release.await.expect("no panic");
 }
 
 async fn events(app: &App, body: Value) -> Vec<Value> {

@@ -9,8 +9,8 @@ syntax, through the whole server.
   layer's attention sets at the positions after a tool's result, in its window.
 - The row of the head for a token reads the dimension of the token before it. After the thought, `SEEN` decides between
   the call and the answer.
-- The script has no token twice. Its words are tokens of the vocabulary, which no text of a prompt is encoded to, because
-  no merge makes them.
+- The script has no token twice. Its words are tokens of the vocabulary, most of which no text of a prompt is encoded to,
+  because no merge makes them.
 """
 
 import argparse
@@ -32,6 +32,8 @@ ALWAYS, SEEN, FIRST = 0, 1, 2
 # The pair of a head's dimensions that RoPE rotates least: by less than 0.03 radians in the whole context.
 QUIET = HEAD // 2 - 1
 ROPE_THETA = 10_000_000
+# Control tokens of the syntax, which no client may see.
+MARKS = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "<|im_end|>"]
 
 
 @dataclass
@@ -115,7 +117,7 @@ def write(folder, script):
     head[answer][place[decides]] = 2.0
 
     query, key, value, output = (matrix(HEAD, HIDDEN), matrix(HEAD, HIDDEN), matrix(HEAD, HIDDEN), matrix(HIDDEN, HEAD))
-    # The norm makes 8 of the 1 in a state with two dimensions. Then the score of a result is 16 * 16 / 8 = 32, and that of
+    # The norm scales the ones of a state with two dimensions to 8. Then the score of a result is 16 * 16 / 8 = 32, and that of
     # any other token 0.
     query[QUIET][ALWAYS] = 2.0
     key[QUIET][place[ids["<tool_response>"]]] = 2.0

@@ -12,6 +12,7 @@ use unicorn::model::{Limits, SamplingOptions};
 use unicorn::session::Service;
 use unicorn::text::{CallFormat, ChatFiles, ChatTemplate, Tokenizer};
 
+use super::checkpoints::sha256;
 use super::data;
 use super::fake_runner::{Control, FakeRunner, HANG, Script, fake_limits, kv_with, says};
 use super::tokenizers::{GoldenTemplate, gemma_template, llama_cpp_file, tokenizer};
@@ -44,6 +45,7 @@ pub const OPTIONS: Options = Options {
     stored_response_bytes: 1 << 20,
     share_prefixes: None,
     keep_alive: Duration::from_millis(20),
+    event_interval: Duration::from_secs(60),
     device_timeout: Duration::from_secs(3),
     lost_log_lines: || 0,
 };
@@ -175,6 +177,7 @@ impl FamilyText {
     /// A family whose template is in llama.cpp's tree. `None` = the template is not available.
     pub fn of_llama_cpp(golden: &GoldenTemplate) -> Option<FamilyText> {
         let jinja = fs::read(llama_cpp_file(&format!("{}.jinja", golden.name))?).expect("a readable file");
+        assert_eq!(sha256(&jinja), golden.sha256, "{}: the goldens are of another template", golden.name);
         let tokenizer = match golden.syntax.as_str() {
             "llama3_json" => tokenizer_with(None, "tiny-llama"),
             "mistral" => tokenizer_with(Some(OLDER_MISTRAL), "qwen-tokenizer"),

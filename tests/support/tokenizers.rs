@@ -90,6 +90,7 @@ pub struct TemplateCase {
 pub struct GoldenTemplate {
     /// The name of its file in llama.cpp's tree.
     pub name: String,
+    pub sha256: String,
     pub bos_token: Option<String>,
     pub eos_token: String,
     /// The syntax of its calls.

@@ -11,7 +11,7 @@ use serde::Deserialize;
 use unicorn::model::arch::open_files;
 use unicorn::text::{
     CallFormat, ChatFiles, ChatTemplate, MAX_STOP_BYTES, MAX_STOPS, MAX_TEXT_BYTES, Message, PromptEnding,
-    StopMatcher, TemplateInput, TemplateKwargs, TextError, Tokenizer,
+    StopMatcher, TemplateInput, TemplateKwargs, TextError, ThoughtStart, Tokenizer,
 };
 
 use crate::support::app::FamilyText;
@@ -1306,6 +1306,24 @@ fn templates_of_llama_cpp_match_transformers() {
     }
     println!("{compared} conversations");
     assert!(compared >= 10 * templates.len() && templates.len() >= 8, "{compared} conversations");
+}
+
+/// Ministral's system text has an example of a thought, which is not one of the model's own.
+#[test]
+fn a_thought_in_the_system_text_is_not_the_answers() {
+    let TemplateGoldens { variables, cases, templates } = TemplateGoldens::read();
+    let kwargs = TemplateKwargs::new(variables).unwrap();
+    let golden = templates.iter().find(|golden| golden.name.contains("Reasoning")).expect("Ministral");
+    let Some(family) = FamilyText::of_llama_cpp(golden) else { return skip("llama-cpp-files") };
+    let tokens = family.tokenizer.thought_tokens().expect("a family that thinks");
+    let case = cases.iter().find(|case| case.note.contains("no system message")).expect("a first turn");
+    let input = TemplateInput::new(&case.messages, PromptEnding::Answer, &kwargs);
+    let prompt = family.template().prompt(&family.tokenizer, &input).unwrap();
+    let mut ids = prompt.ids(&family.tokenizer).unwrap();
+    assert!(ids.contains(&tokens.close), "the system text has a thought");
+    assert_eq!(tokens.start_after(&ids), ThoughtStart::Before);
+    ids.push(tokens.open);
+    assert_eq!(tokens.start_after(&ids), ThoughtStart::Inside);
 }
 
 #[test]

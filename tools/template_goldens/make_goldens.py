@@ -97,7 +97,7 @@ def rendered(template, tokens, messages, tools, is_open):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--templates", type=Path, required=True, help="models/templates of llama.cpp's tree")
+    parser.add_argument("--templates", type=Path, required=True, help="a folder with the templates of llama.cpp's tree")
     parser.add_argument("--out", type=Path, required=True)
     asked = parser.parse_args()
     templates = []

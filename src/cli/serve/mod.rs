@@ -41,6 +41,9 @@ use crate::text::panic_message;
 
 /// How often a stream that waits for its first token sends a comment.
 const KEEP_ALIVE: Duration = Duration::from_secs(5);
+/// How often such a stream sends an event, for clients that do not count comments. Codex ends a stream after five minutes
+/// without an event.
+const EVENT_INTERVAL: Duration = Duration::from_secs(60);
 /// Longest pause within a request body. The number of bodies that are read at the same time is limited.
 const BODY_STALL: Duration = Duration::from_secs(5);
 /// Time in which a body may arrive at any speed, so that lost packets of a small body can be retransmitted.
@@ -88,6 +91,7 @@ pub fn serve(config: &Config, root: Option<&Path>, reload: Reload, log_filter: S
         permit_timeout: TURN_TIMEOUT,
         wrong_key_pause: WRONG_KEY_PAUSE,
         keep_alive: KEEP_ALIVE,
+        event_interval: EVENT_INTERVAL,
         device_timeout: DEVICE_TIMEOUT,
         lost_log_lines: log::lost_lines,
     };

@@ -51,7 +51,7 @@ pub fn call_schema(name: &str, arguments: &str, part: usize) -> Value {
     })
 }
 
-/// The grammar of one call. `prepared` is the prepared [`form`], and `json` adds the options of JSON to a schema.
+/// The grammar of one call, or of a list of calls. `prepared` is the prepared [`form`], and `json` adds the options of JSON to a schema.
 pub(in crate::text) fn lark(
     format: &CallFormat,
     tools: &[CallTool],

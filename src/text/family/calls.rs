@@ -109,7 +109,7 @@ static MISTRAL_ARGS: CallSyntax = CallSyntax {
         open: "[TOOL_CALLS]",
         close: None,
         end: None,
-        others: &["[TOOL_RESULTS]", "[/TOOL_RESULTS]", "[ARGS]", "[CALL_ID]"],
+        others: &["[TOOL_RESULTS]", "[/TOOL_RESULTS]"],
     }),
     body: CallBody::Named { mark: "[ARGS]", id: "[CALL_ID]" },
     in_template: true,

@@ -8,6 +8,11 @@ pub(super) static MISTRAL: Family = Family {
     bos: Some("<s>"),
     end_of_turn: "</s>",
     between_turns: &["[INST]", "[/INST]"],
-    // Ministral's and Magistral's.
-    thought: Some(ThoughtSyntax { open: "[THINK]", header: "", close: "[/THINK]", again_after: None }),
+    // Ministral's system text has an example of a thought.
+    thought: Some(ThoughtSyntax {
+        open: "[THINK]",
+        header: "",
+        close: "[/THINK]",
+        again_after: Some("[/INST]"),
+    }),
 };

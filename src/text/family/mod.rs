@@ -12,7 +12,7 @@ mod syntax;
 pub(super) use calls::CallBody;
 pub use calls::CallSyntax;
 pub use syntax::Family;
-pub(super) use syntax::THINK;
+pub(super) use syntax::{THINK, ThoughtSyntax};
 
 static FAMILIES: [&Family; 5] =
     [&gemma::GEMMA, &gemma4::GEMMA4, &llama::LLAMA, &chatml::CHATML, &mistral::MISTRAL];
