@@ -651,24 +651,34 @@ SDK = [
 SMOLLM2 = ROOT / ".cache/smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
-def a_trained_model_holds_a_conversation():
-    """SmolLM2, of ChatML's family. Its answers are sentences, and end with the end of its turn."""
+def a_trained_model_serves(report):
+    """Runs the tests of SmolLM2, of ChatML's family, with a server of its own."""
     server = Server(LOG.parent / "smollm2.log", "--model", str(SMOLLM2), "--context", "1024")
     try:
         server.wait()
-        messages = user("What is the capital of France?")
-        first = ask(server, messages, temperature=0, max_tokens=60).choices[0]
-        assert first.message.content == "The capital of France is Paris." and first.finish_reason == "stop", first
-        messages += [{"role": "assistant", "content": first.message.content}, *user("And what is a capital?")]
-        chunks, text = streamed(server, messages, temperature=0, max_tokens=120)
-        assert "capital" in text and "<|im_" not in text and "\ufffd" not in text, text
-        assert text == ask(server, messages, temperature=0, max_tokens=120).choices[0].message.content, text
-        told = [{"role": "system", "content": "Answer with one word."}, *user("Is water wet? Yes or no?")]
-        assert ask(server, told, temperature=0, max_tokens=20).choices[0].message.content.strip(), "an answer"
-        whole = sdk(server).completions.create(model=model_id(server), prompt="The capital of France is", max_tokens=3, temperature=0)
-        assert whole.choices[0].text.startswith(" Paris"), whole.choices[0].text
+        report.attempt_all([a_trained_model_holds_a_conversation], server)
+        for package, test in [(langchain_client.langchain_openai, thinking_caller.trained_model_in_langchain), (thinking_caller.agents, thinking_caller.trained_model_in_an_agent)]:
+            if package is None:
+                report.skip("client-packages", test.__name__)
+            else:
+                report.attempt_all([test], server)
     finally:
         expect(server.stop(), 0)
+
+
+def a_trained_model_holds_a_conversation(server):
+    """Its answers are sentences, and end with the end of its turn."""
+    messages = user("What is the capital of France?")
+    first = ask(server, messages, temperature=0, max_tokens=60).choices[0]
+    assert first.message.content == "The capital of France is Paris." and first.finish_reason == "stop", first
+    messages += [{"role": "assistant", "content": first.message.content}, *user("And what is a capital?")]
+    chunks, text = streamed(server, messages, temperature=0, max_tokens=120)
+    assert "capital" in text and "<|im_" not in text and "\ufffd" not in text, text
+    assert text == ask(server, messages, temperature=0, max_tokens=120).choices[0].message.content, text
+    told = [{"role": "system", "content": "Answer with one word."}, *user("Is water wet? Yes or no?")]
+    assert ask(server, told, temperature=0, max_tokens=20).choices[0].message.content.strip(), "an answer"
+    whole = sdk(server).completions.create(model=model_id(server), prompt="The capital of France is", max_tokens=3, temperature=0)
+    assert whole.choices[0].text.startswith(" Paris"), whole.choices[0].text
 
 
 # --- a model that thinks and calls in its own syntax --------------------------------------------------------
@@ -714,9 +724,9 @@ def main():
                 for test in tests:
                     report.skip("client-packages", test.__name__)
             if openai is None or not SMOLLM2.exists():
-                report.skip("client-packages" if openai is None else "smollm2", a_trained_model_holds_a_conversation.__name__)
+                report.skip("client-packages" if openai is None else "smollm2", a_trained_model_serves.__name__)
             else:
-                report.attempt("a_trained_model_holds_a_conversation", a_trained_model_holds_a_conversation)
+                report.attempt("a_trained_model_serves", lambda: a_trained_model_serves(report))
             report.attempt("a_model_thinks_and_calls", lambda: a_model_thinks_and_calls(report))
             here = Path(__file__).parent
             # Interpreters of separate environments, and the sessions that run in them.

@@ -117,12 +117,16 @@ def caller_in_messages(server):
     assert [block.type for block in answer.content] == ["thinking", "text"] and answer.content[1].text == SCRIPT.answer, answer
 
 
+def sum_of(chunks):
+    first, *others = chunks
+    return sum(others, start=first)
+
+
 def caller_in_langchain(server):
     weather = langchain_client.get_weather()
     model = langchain_client.chat(server, max_tokens=200).bind_tools([weather])
     question = langchain_client.HumanMessage(WEATHER[0]["content"])
-    chunks = list(model.stream([question]))
-    called = sum(chunks[1:], start=chunks[0])
+    called = sum_of(model.stream([question]))
     assert [(call["name"], call["args"]) for call in called.tool_calls] == [(SCRIPT.tool, ARGUMENTS)] and not called.content, called
     answer = model.invoke([question, called, weather.invoke(called.tool_calls[0])])
     assert answer.content == SCRIPT.answer and not answer.tool_calls, answer
@@ -169,6 +173,31 @@ def agent_streams_a_tool_and_an_answer(server):
 
 
 AGENTS = [agent_runs_a_tool, agent_streams_a_tool_and_an_answer]
+
+
+# --- with SmolLM2, whose template knows no tools ------------------------------------------------------------
+
+
+def trained_model_in_langchain(server):
+    weather = langchain_client.get_weather()
+    forced = langchain_client.chat(server, max_tokens=100).bind_tools([weather], tool_choice="get_weather", strict=True)
+    for called in [forced.invoke(WEATHER[0]["content"]), sum_of(forced.stream(WEATHER[0]["content"]))]:
+        (call,) = called.tool_calls
+        assert call["name"] == "get_weather" and list(call["args"]) == ["city"] and not called.content, called
+        answer = langchain_client.chat(server, max_tokens=60).invoke(
+            [langchain_client.HumanMessage(WEATHER[0]["content"]), called, weather.invoke(call)])
+        assert answer.content and "<|im_" not in answer.content, answer
+
+
+def trained_model_in_an_agent(server):
+    for model in [agents.OpenAIChatCompletionsModel, agents.OpenAIResponsesModel]:
+        asked = []
+        agent = agent_of(server, model, asked)
+        # The model must call. What the tool returns is the agent's answer.
+        agent.model_settings = agents.ModelSettings(tool_choice="required", max_tokens=100, temperature=0)
+        agent.tool_use_behavior = "stop_on_first_tool"
+        result = asyncio.run(agents.Runner.run(agent, WEATHER[0]["content"], max_turns=3))
+        assert len(asked) == 1 and result.final_output == "sunny", (model, asked, result)
 
 
 # --- at a terminal -------------------------------------------------------------------------------------------
