@@ -21,7 +21,7 @@ pub struct DevicePolicy {
     /// does not use that queue.
     pub queue: Option<QueueKind>,
     /// The device counts as hung if it finishes no submit for this time during a wait. `None`: 10 s for a GPU, and
-    /// 600 s for software Vulkan, which compiles a shader when it first runs it.
+    /// 120 s for software Vulkan, which compiles a shader when it first runs it.
     pub hang_timeout: Option<Duration>,
 }
 

@@ -28,7 +28,7 @@ use crate::config::Courtesy;
 
 /// The default hang timeouts of a GPU and of software Vulkan ([`DevicePolicy::hang_timeout`]).
 const HANG_TIMEOUT: Duration = Duration::from_secs(10);
-const SOFTWARE_HANG_TIMEOUT: Duration = Duration::from_secs(600);
+const SOFTWARE_HANG_TIMEOUT: Duration = Duration::from_secs(120);
 /// How often progress is counted during a gap between submits. Threads that watch [`Device::progress`] have much longer
 /// timeouts.
 const GAP_SLICE: Duration = Duration::from_millis(50);
