@@ -167,8 +167,7 @@ impl FamilyText {
                 .unwrap_or_else(|e| panic!("{folder}/{file}: {e}"))
         };
         FamilyText {
-            tokenizer: Tokenizer::from_bytes(&read(tokenizer, "tokenizer.json"), name)
-                .expect("a sound tokenizer"),
+            tokenizer: tokenizer_with(None, tokenizer),
             config: read(tokenizer, "tokenizer_config.json"),
             jinja: read(template, "chat_template.jinja"),
         }
