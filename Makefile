@@ -10,7 +10,8 @@
 #   make test-scaling              two servers behind HAProxy and the LiteLLM proxy, one killed; 750 MB of packages, minutes
 #   make test-real                 all tests with SmolLM2, where `make test` uses only the quick ones
 #   make test-demo                 all questions of the demo model's set, where `make test` uses only the quick ones
-#   make test-kernels              all tests of kernels with every scheme of weights, where `make test` uses one of each kind
+#   make test-kernels              tests of kernels and families with every scheme of weights and every shape, where `make test` uses some
+#   make test-random               all random inputs of parsers and requests, where `make test` uses a quarter of them
 #   make page-libraries            build src/api/page/libraries again, after a change in tools/page_libraries; needs npm
 #   make test-openwebui            install Open WebUI (2 GB of disk), and test it with a browser and a server; minutes
 #   make conformance               run the tests of llama.cpp's and vLLM's servers; writes docs/conformance.md; minutes
@@ -56,7 +57,7 @@ SMOLLM2 := .cache/smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
 SERVE_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-test setup-devices test-devices npu-shim build lab check serve bench bench-step bench-host bench-serve gpu-bench test test-clients test-lm-eval test-scaling test-demo test-real test-kernels smollm2 page-libraries test-openwebui test-agents test-27b test-26b test-fresh test-service test-packages release test-release conformance edges test-faults soak install uninstall lint clean
+.PHONY: help setup setup-test setup-devices test-devices npu-shim build lab check serve bench bench-step bench-host bench-serve gpu-bench test test-clients test-lm-eval test-scaling test-demo test-real test-kernels test-random smollm2 page-libraries test-openwebui test-agents test-27b test-26b test-fresh test-service test-packages release test-release conformance edges test-faults soak install uninstall lint clean
 
 help:
 	@sed -n 's/^#   //p' $(firstword $(MAKEFILE_LIST))
@@ -160,7 +161,10 @@ test-demo: setup-test
 	UNICORN_TEST_DEMO=all cargo test --locked --test suite demo:: -- --nocapture
 
 test-kernels: setup-test
-	UNICORN_TEST_KERNELS=all cargo test --locked --test suite kernels::
+	UNICORN_TEST_KERNELS=all cargo test --locked --test suite -- kernels:: model::families packed_matrices_of_every_family
+
+test-random: setup-test
+	UNICORN_TEST_RANDOM=all cargo test --locked --test suite -- damaged_ corrupted_ bodies_that_the_document
 
 page-libraries:
 	@python3 tools/test.py page-libraries

@@ -151,7 +151,8 @@ Best best_of_all(Best best, inout float low) {
     tree_ids[i] = best.id;
     tree_lows[i] = low;
     barrier();
-    [[unroll]] for (uint half_size = WORKGROUP / 2; half_size > 0; half_size /= 2) {
+    // Not unrolled, because compilers for CPUs are slow with many barriers.
+    [[dont_unroll]] for (uint half_size = WORKGROUP / 2; half_size > 0; half_size /= 2) {
         if (i < half_size) {
             consider(best, tree_values[i + half_size], tree_ids[i + half_size]);
             low = min(low, tree_lows[i + half_size]);

@@ -174,18 +174,6 @@ def unittest_result(name, status, output):
     return Result(passed=max(0, int(ran[1]) - len(bad)), failures=[f"{name}: {test}" for test in bad])
 
 
-def rustfmt():
-    if subprocess.run(["cargo", "fmt", "--version"], capture_output=True, check=False).returncode != 0:
-        return Result(skipped=[("rustfmt", "cargo fmt --check")])
-    return one("rustfmt", ["cargo", "fmt", "--check"])
-
-
-def clippy():
-    if subprocess.run(["cargo", "clippy", "--version"], capture_output=True, check=False).returncode != 0:
-        return Result(skipped=[("clippy", "cargo clippy -D warnings")])
-    return one("clippy", ["cargo", "clippy", "--locked", "--all-targets", "--", "-D", "warnings"])
-
-
 def rust():
     """Unit tests, the integration suite and the documentation's examples. Also builds the server for `clients`,
     `scaling`, `service` and `page`, and the examples for `npu`."""
@@ -531,8 +519,8 @@ def pins(requirements):
 # Cheap checks run first. `clients`, `scaling`, `service` and `page` start the server that `rust` built, and `npu` uses
 # its examples.
 PARTS = {
-    "tools": tools, "demo": demo, "rustfmt": rustfmt, "rust": rust, "devices": devices_cheap, "clients": clients,
-    "scaling": scaling, "service": service, "npu": npu, "page": page, "clippy": clippy,
+    "tools": tools, "demo": demo, "rust": rust, "devices": devices_cheap, "clients": clients, "scaling": scaling,
+    "service": service, "npu": npu, "page": page,
 }
 # Parts that run at the same time, because they mostly wait: the tests of a lane run one after the other. `scaling` runs
 # alone: it compares what two daemons do under load.

@@ -18,6 +18,7 @@ use crate::support::app::{MODEL, app_with_policy};
 use crate::support::http::{send, send_json};
 use crate::support::json::{replace_somewhere, with};
 use crate::support::lists::values;
+use crate::support::rounds;
 
 const METHODS: [&str; 5] = ["get", "post", "put", "patch", "delete"];
 const FILES_OF_THE_PAGE: &str = "/page/";
@@ -450,7 +451,7 @@ async fn answers_match_the_documented_schemas() {
 
 #[tokio::test]
 async fn bodies_that_the_document_calls_invalid_are_refused() {
-    const TIMES: usize = 4000;
+    let times = rounds(4000);
     let seed = 0x0a31;
     println!("seed {seed}");
     let mut rng = ChaCha8Rng::seed_from_u64(seed);
@@ -465,7 +466,7 @@ async fn bodies_that_the_document_calls_invalid_are_refused() {
         {"1": 100.1}, {"x": 1}, {"type": "json_object"}, {"include_usage": 1}
     ]));
     let (mut answered, mut refused, mut refused_though_valid) = (0, 0, BTreeMap::<String, usize>::new());
-    for _ in 0..TIMES {
+    for _ in 0..times {
         let (path, mut body) = bodies.choose(&mut rng).expect("bodies").clone();
         replace_somewhere(&mut body, junk.choose(&mut rng).expect("junk"), &mut rng);
         let is_valid = app.is_valid_body(path, &body);
@@ -479,10 +480,10 @@ async fn bodies_that_the_document_calls_invalid_are_refused() {
         }
     }
     println!("answered {answered}, refused {refused}, refused though valid {refused_though_valid:?}");
-    assert!(answered > TIMES / 10 && refused > TIMES / 5, "{answered} answered, {refused} refused");
+    assert!(answered > times / 10 && refused > times / 5, "{answered} answered, {refused} refused");
     let valid: usize = refused_though_valid.values().sum();
     assert!(
-        valid < TIMES / 5,
+        valid < times / 5,
         "the document allows too many bodies that the server refuses: {refused_though_valid:?}"
     );
 }

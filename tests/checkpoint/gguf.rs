@@ -1798,7 +1798,7 @@ fn corrupt_bytes(bytes: &mut Vec<u8>, rng: &mut ChaCha8Rng) {
 /// error, or its rows must be dequantizable. Memory use is bounded by the size of the file.
 #[test]
 fn corrupted_files_are_refused_or_loaded_within_bounded_memory() {
-    const ROUNDS: u64 = 12_000;
+    let rounds = support::rounds(12_000) as u64;
     // Most of the memory is taken by tables of the tokenizer crate.
     let seed: u64 = 0x6006_5EED;
     println!("seed {seed:#x}");
@@ -1815,7 +1815,7 @@ fn corrupted_files_are_refused_or_loaded_within_bounded_memory() {
     assert_eq!(fuzz_bodies::gguf(small(seed).bytes()), Accepted { model: true, ..accepted });
 
     let (mut past_header, mut with_tokenizer, mut most) = (0, 0, 0);
-    for round in 0..ROUNDS {
+    for round in 0..rounds {
         let mut rng = ChaCha8Rng::seed_from_u64(seed.wrapping_add(round));
         let mut file = whole.clone();
         for _ in 0..rng.random_range(1..=3) {
@@ -1839,10 +1839,10 @@ fn corrupted_files_are_refused_or_loaded_within_bounded_memory() {
         with_tokenizer += u64::from(accepted.tokenizer);
     }
     println!(
-        "{past_header} of {ROUNDS} got past the header, {with_tokenizer} tokenizers, at most {most} bytes held"
+        "{past_header} of {rounds} got past the header, {with_tokenizer} tokenizers, at most {most} bytes held"
     );
-    assert!(past_header > ROUNDS / 2 && past_header < ROUNDS * 19 / 20, "{past_header}");
-    assert!(with_tokenizer > ROUNDS / 2, "{with_tokenizer}");
+    assert!(past_header > rounds / 2 && past_header < rounds * 19 / 20, "{past_header}");
+    assert!(with_tokenizer > rounds / 2, "{with_tokenizer}");
 }
 
 /// Runs the bodies of the other fuzz targets on randomly corrupted bytes, as `cargo fuzz` does.

@@ -31,7 +31,7 @@ use crate::support::program::{
     assert_error, in_shell, lab, output, printed, printed_json, unicorn, unicorn_on_software,
 };
 use crate::support::reference::{dequantize_row, rms_norm};
-use crate::support::{bounded_allocation, data, device, root};
+use crate::support::{bounded_allocation, data, device, root, rounds};
 
 fn text(path: &Path) -> &str {
     path.to_str().expect("UTF-8")
@@ -495,7 +495,7 @@ fn damaged_native_checkpoints_are_refused_by_name() {
 #[test]
 fn damaged_native_checkpoints_are_refused_or_read() {
     const SEED: u64 = 11;
-    const ROUNDS: usize = 4000;
+    let rounds = rounds(4000);
     println!("seed {SEED}");
     let mut rng = ChaCha8Rng::seed_from_u64(SEED);
     let folder = tempfile::tempdir().unwrap();
@@ -506,7 +506,7 @@ fn damaged_native_checkpoints_are_refused_or_read() {
         ["0", "1", "-1", "31", "32", "33", "4294967295", "18446744073709551615", "1e99", "null", "[]"];
     let whole: usize = originals.values().map(Vec::len).sum();
     let mut readings = DamagedReadings::default();
-    for round in 0..ROUNDS {
+    for round in 0..rounds {
         // The manifest gets a random byte or number. `mutate` damages the other files so that most can still be read.
         let name = ["unicorn.json", "layer-001.safetensors", "layer-005.safetensors", "shared.safetensors"]
             [rng.random_range(0..4)];
@@ -547,7 +547,7 @@ fn damaged_native_checkpoints_are_refused_or_read() {
     }
     let DamagedReadings { refused, read, most_bytes } = readings;
     println!("{refused} refused, {read} read, at most {most_bytes} bytes held for {whole}");
-    assert!(refused > ROUNDS / 5 && read > ROUNDS / 2, "{refused} refused, {read} read");
+    assert!(refused > rounds / 5 && read > rounds / 2, "{refused} refused, {read} read");
 }
 
 fn read_to_the_end(folder: &Path) -> Result<(), String> {

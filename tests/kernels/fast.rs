@@ -17,7 +17,7 @@ use unicorn::tensor::{KvDtype, Precision, QuantizeMode, QuantizedRow, Scales, Sc
 
 use crate::support::goldens::{Goldens, all_logits, drafted};
 use crate::support::kernel_bench::{
-    Bench, EACH_KIND, Fma, STORED, device_with, emulated_tiles, fma_of, multiplied_by,
+    Bench, EACH_KIND, Fma, STORED, device_with, emulated_tiles, fma_of, inputs_for, multiplied_by,
     schemes_of_large_kernels, with_each_body,
 };
 use crate::support::reference::{BLOCK_COLS, QuantizedActivations, divergence, fast_product};
@@ -219,7 +219,7 @@ fn check_every_width(mut b: Bench, schemes: &[Scheme], tiles_of: impl Fn(usize) 
                 &[33, 130]
             }
             Tiles::Gpu(gpu) if gpu.has_subgroups() => &[1, 5, 9, 17, 40, 66],
-            _ => &[1, 2, 3, 5, 8, 9, 17, 40],
+            _ => inputs_for(scheme, &[3, 8, 1, 2, 5, 9, 17, 40], 2),
         };
         // The shapes end within tiles and within blocks. The last has segments of several blocks, and an odd number of
         // segments.
@@ -228,7 +228,7 @@ fn check_every_width(mut b: Bench, schemes: &[Scheme], tiles_of: impl Fn(usize) 
             let matrix = b.matrix_of(&stored.tensor(), scheme, u64::MAX);
             let pieces = b.matrix_of(&stored.tensor(), scheme, 1);
             let weights = stored.rows();
-            let most = *widths.last().unwrap();
+            let most = *widths.iter().max().unwrap();
             let values = rows(&mut b, most, cols);
             let x: Vec<_> = values.chunks(cols).map(|row| QuantizedActivations::of(row, fma)).collect();
             let expected = reference(&x, &weights, scheme, fma);
@@ -489,19 +489,20 @@ fn load(folder: &Path, options: &LoadOptions) -> ModelRunner {
 }
 
 /// The logits of a sequence have the same bits: whole, in chunks that end within tiles and blocks, and one token at a
-/// time.
+/// time. Each model runs in one mode, or with `UNICORN_TEST_KERNELS=all` in every mode.
 #[test]
 fn logits_in_int8_have_the_same_bits_whole_and_in_chunks() {
-    for variant in ["tiny-a", "tiny-b", "tiny-27b-ratio"] {
+    let modes = [
+        (QuantizeMode::Int8Row, KvDtype::F16),
+        (QuantizeMode::Int4G32, KvDtype::Int8),
+        (QuantizeMode::Int4G128Emb8, KvDtype::F16),
+    ];
+    for (i, variant) in ["tiny-a", "tiny-b", "tiny-27b-ratio"].into_iter().enumerate() {
         let folder = data("gemma3").join(variant);
         let goldens = Goldens::open(&folder);
         let tokens = goldens.tokens("tokens.long");
         let tokens = &tokens[..tokens.len().min(150)];
-        for (quantize, kv) in [
-            (QuantizeMode::Int8Row, KvDtype::F16),
-            (QuantizeMode::Int4G32, KvDtype::Int8),
-            (QuantizeMode::Int4G128Emb8, KvDtype::F16),
-        ] {
+        for &(quantize, kv) in if wants_all("UNICORN_TEST_KERNELS") { &modes[..] } else { &modes[i..=i] } {
             let options = LoadOptions { quantize, kv, ..LoadOptions::default() };
             let whole = all_logits(&mut load(&folder, &options), tokens);
             let apart = all_logits(&mut goldens::load(&folder, &options), tokens);
@@ -565,9 +566,11 @@ fn nmse(expected: &[f32], got: &[f32]) -> f64 {
     sum(&|e, g| (e - g).powi(2)) / sum(&|e, _| (e - mean).powi(2))
 }
 
+/// Three models with `UNICORN_TEST_KERNELS=all`, otherwise the one with the largest difference.
 #[test]
 fn int8_activations_hardly_change_the_logits_of_random_models() {
-    for variant in ["tiny-a", "tiny-b", "tiny-27b-ratio"] {
+    let models = ["tiny-a", "tiny-b", "tiny-27b-ratio"];
+    for variant in if wants_all("UNICORN_TEST_KERNELS") { &models[..] } else { &models[1..2] } {
         let folder = data("gemma3").join(variant);
         let tokens = Goldens::open(&folder).tokens("tokens.long");
         for quantize in QuantizeMode::ALL.into_iter().filter(|mode| mode.projections().is_some()) {

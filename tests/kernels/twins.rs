@@ -26,10 +26,10 @@ use unicorn::tensor::{DType, KvDtype, Precision, Scheme};
 
 use crate::support::kernel_bench::{
     Adjusted, BODIES, Bench, CACHED, Cached, Drawing, HEADS, Paged, SCHEMES, STORED, adjusted, device_with,
-    shape, with_each_body,
+    inputs_for, shape, with_each_body,
 };
 use crate::support::reference::dequantize_row;
-use crate::support::{device, policy, reference, skip};
+use crate::support::{device, policy, reference, skip, wants_all};
 
 /// The weights of `values` after they are stored in a scheme.
 fn as_stored(values: &[f32], cols: usize, scheme: Scheme) -> Vec<f32> {
@@ -149,8 +149,9 @@ fn int4_scales_below_f16s_normal_range_are_exact() {
 #[test]
 fn every_stored_scheme_is_read_as_specified() {
     with_each_body(16, |b| {
+        let shapes = [(5, 45, 516), (1, 1, 1), (1, 33, 300), (2, 70, 256), (9, 64, 37)];
         for scheme in STORED {
-            for (tokens, rows, cols) in [(1, 1, 1), (1, 33, 300), (2, 70, 256), (5, 45, 516), (9, 64, 37)] {
+            for &(tokens, rows, cols) in inputs_for(scheme, &shapes, 1) {
                 let what = format!("{scheme} {tokens} x [{rows}, {cols}]");
                 let stored = b.stored(rows, cols, scheme);
                 let x = b.random(tokens * cols, 3.0);
@@ -380,9 +381,9 @@ fn attention_matches_its_twin_over_pages_and_windows() {
         shape(16, 1, 512, 16, None),
         shape(4, 2, 264, 16, Some(9)),
     ];
-    let dtypes = KvDtype::ALL.iter().cycle();
-    // Every shape runs twice, with the types of keys and values in turn.
-    let cases = shapes.iter().flat_map(|s| [s, s]).zip(dtypes).map(|(s, kv)| (*s, *kv));
+    // The types of keys and values take turns. With `UNICORN_TEST_KERNELS=all`, every shape runs with two of them.
+    let runs = if wants_all("UNICORN_TEST_KERNELS") { 2 } else { 1 };
+    let cases = shapes.iter().flat_map(|s| (0..runs).map(|_| *s)).zip(KvDtype::ALL.into_iter().cycle());
     for ((shape, kv), bodies) in cases.zip(BODIES.into_iter().cycle()) {
         b.make_bodies(bodies);
         let sequences =
@@ -605,7 +606,9 @@ fn attention_has_the_same_bits_for_every_division_of_the_work() {
         (shape(16, 8, 64, 16, None), &[(300, 40), (129, 1)]),
         (shape(8, 1, 512, 16, None), &[(150, 5), (130, 1)]),
     ];
-    for ((shape, sequences), kv) in shapes.into_iter().zip(KvDtype::ALL.into_iter().cycle()) {
+    // Every second shape, or all with `UNICORN_TEST_KERNELS=all`.
+    let step = if wants_all("UNICORN_TEST_KERNELS") { 1 } else { 2 };
+    for ((shape, sequences), kv) in shapes.into_iter().step_by(step).zip(KvDtype::ALL.into_iter().cycle()) {
         // Either all attention weights are of similar size, or one is nearly 1 and the others vanish.
         for spread in [0.5, 300.0] {
             let attended = Attended::new(&mut b, shape, kv, spread, sequences);

@@ -21,7 +21,7 @@ use crate::support::goldens::{
 };
 use crate::support::program::{printed, unicorn};
 use crate::support::reference::divergence;
-use crate::support::{data, device};
+use crate::support::{data, device, wants_all};
 
 const BOUND: f32 = 1e-3;
 const SETS: [&str; 11] = [
@@ -50,6 +50,16 @@ const FAMILIES: [&str; 7] = [
 
 fn folder(set: &str) -> PathBuf {
     data("families").join(set)
+}
+
+/// The sets, each with one of the choices in turn, or with `UNICORN_TEST_KERNELS=all` with each of them.
+fn in_turn<T: Copy>(sets: &[&'static str], choices: &[T]) -> Vec<(&'static str, T)> {
+    let all = wants_all("UNICORN_TEST_KERNELS");
+    let of = |(i, set): (usize, &&'static str)| {
+        let some = if all { choices } else { &choices[i % choices.len()..][..1] };
+        some.iter().map(|choice| (*set, *choice)).collect::<Vec<_>>()
+    };
+    sets.iter().enumerate().flat_map(of).collect()
 }
 
 /// A copy of a set with another `config.json`.
@@ -89,14 +99,13 @@ fn each_family_matches_the_oracle() {
 
 #[test]
 fn each_family_matches_its_dequantized_goldens() {
-    for set in SETS {
+    let modes = [QuantizeMode::Int4G128, QuantizeMode::Int4G32, QuantizeMode::Int8Row];
+    for (set, mode) in in_turn(&SETS, &modes) {
         let goldens = Goldens::open(&folder(set));
-        for mode in [QuantizeMode::Int4G128, QuantizeMode::Int4G32, QuantizeMode::Int8Row] {
-            let name = mode.name().replace('-', "_");
-            let options = LoadOptions { quantize: mode, ..LoadOptions::default() };
-            let (of, what) = (format!("q.{name}."), format!("{set} {mode}"));
-            check_prompts(&mut load(&folder(set), &options), &goldens, &of, "q.", BOUND, &what);
-        }
+        let name = mode.name().replace('-', "_");
+        let options = LoadOptions { quantize: mode, ..LoadOptions::default() };
+        let (of, what) = (format!("q.{name}."), format!("{set} {mode}"));
+        check_prompts(&mut load(&folder(set), &options), &goldens, &of, "q.", BOUND, &what);
     }
 }
 
@@ -243,20 +252,19 @@ fn int8_activations_keep_the_distributions_of_mixtures() {
 
 #[test]
 fn a_correct_device_passes_the_self_test_of_each_family() {
-    for set in FAMILIES {
-        for (quantize, precision, kv) in [
-            (QuantizeMode::None, Precision::F32, KvDtype::F32),
-            (QuantizeMode::Int4G128Emb8, Precision::Fast, KvDtype::Int8),
-            (QuantizeMode::Int8Row, Precision::Fast, KvDtype::F16),
-        ] {
-            let options = LoadOptions { quantize, precision, kv, ..LoadOptions::default() };
-            let mut model = load(&folder(set), &options);
-            let tested = model.self_test().unwrap_or_else(|error| panic!("{set} {quantize}: {error}"));
-            assert!(tested.untested.is_empty(), "{set}: {tested:?}");
-            if set == "tiny-qwen2" || model.config().mixture.is_some() {
-                let missed = model.missed_damage().expect("right");
-                assert!(missed.is_empty(), "{set}: {missed:#?}");
-            }
+    let choices = [
+        (QuantizeMode::None, Precision::F32, KvDtype::F32),
+        (QuantizeMode::Int4G128Emb8, Precision::Fast, KvDtype::Int8),
+        (QuantizeMode::Int8Row, Precision::Fast, KvDtype::F16),
+    ];
+    for (set, (quantize, precision, kv)) in in_turn(&FAMILIES, &choices) {
+        let options = LoadOptions { quantize, precision, kv, ..LoadOptions::default() };
+        let mut model = load(&folder(set), &options);
+        let tested = model.self_test().unwrap_or_else(|error| panic!("{set} {quantize}: {error}"));
+        assert!(tested.untested.is_empty(), "{set}: {tested:?}");
+        if set == "tiny-qwen2" || model.config().mixture.is_some() {
+            let missed = model.missed_damage().expect("right");
+            assert!(missed.is_empty(), "{set}: {missed:#?}");
         }
     }
 }

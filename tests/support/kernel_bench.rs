@@ -77,6 +77,12 @@ pub fn schemes_of_large_kernels() -> &'static [Scheme] {
     if wants_all("UNICORN_TEST_KERNELS") { &STORED } else { &EACH_KIND }
 }
 
+/// All `inputs` for the schemes of [`schemes_of_large_kernels`], and the first `few` of them for the others. What differs
+/// between schemes is how a weight is read, which each input sees.
+pub fn inputs_for<T>(scheme: Scheme, inputs: &[T], few: usize) -> &[T] {
+    if schemes_of_large_kernels().contains(&scheme) { inputs } else { &inputs[..few] }
+}
+
 /// The kernel variants: every kernel has one for GPUs, and some have one for CPUs (`shaders/common/lanes.glsl`).
 pub const BODIES: [Tiles; 2] = [Tiles::COUNTED, Tiles::Cpu];
 

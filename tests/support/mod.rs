@@ -77,9 +77,15 @@ pub fn data(path: impl AsRef<Path>) -> PathBuf {
 }
 
 /// Whether the environment asks for all inputs, `VARIABLE=all`, instead of a quick part: `UNICORN_TEST_REAL` (`make
-/// test-real`), `UNICORN_TEST_DEMO` (`make test-demo`) or `UNICORN_TEST_KERNELS` (`make test-kernels`).
+/// test-real`), `UNICORN_TEST_DEMO` (`make test-demo`), `UNICORN_TEST_KERNELS` (`make test-kernels`) or
+/// `UNICORN_TEST_RANDOM` (`make test-random`).
 pub fn wants_all(variable: &str) -> bool {
     std::env::var(variable).is_ok_and(|value| value == "all")
+}
+
+/// How many random inputs a test tries: `all` in `make test-random`, otherwise a quarter.
+pub fn rounds(all: usize) -> usize {
+    if wants_all("UNICORN_TEST_RANDOM") { all } else { all / 4 }
 }
 
 /// Reports that the calling test cannot run here. The test must return immediately after, and check nothing:
