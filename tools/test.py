@@ -516,15 +516,14 @@ def pins(requirements):
     return re.findall(r"^([a-z0-9_-]+)(?:\[[a-z0-9,-]+\])?==(\S+)$", requirements, re.MULTILINE)
 
 
-# Cheap checks run first. `clients`, `scaling`, `service` and `page` start the server that `rust` built, and `npu` uses
-# its examples.
+# `clients`, `scaling`, `service` and `page` start the server that `rust` built, and `npu` uses its examples.
 PARTS = {
-    "tools": tools, "demo": demo, "rust": rust, "devices": devices_cheap, "clients": clients, "scaling": scaling,
-    "service": service, "npu": npu, "page": page,
+    "demo": demo, "rust": rust, "devices": devices_cheap, "clients": clients, "scaling": scaling, "service": service,
+    "npu": npu, "page": page, "tools": tools,
 }
-# Parts that run at the same time, because they mostly wait: the tests of a lane run one after the other. `scaling` runs
-# alone: it compares what two daemons do under load.
-LANES = [["clients"], ["page", "service", "npu"]]
+# Parts that run at the same time, because they mostly wait or use one processor: the tests of a lane run one after the
+# other. `scaling` runs alone: it compares what two daemons do under load.
+LANES = [["clients"], ["page", "service", "npu", "tools"]]
 # These parts take too long for every run, and the last one writes files.
 NAMED_ONLY = {
     "lm-eval": lm_eval, "openwebui": openwebui, "agents": agents, "all-devices": devices_all, "all-scaling": all_scaling,
