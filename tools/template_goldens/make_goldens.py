@@ -3,6 +3,7 @@
 --templates FOLDER --out FILE`. README.md says more."""
 
 import argparse
+import datetime
 import hashlib
 import json
 from pathlib import Path
@@ -87,7 +88,8 @@ def rendered(template, tokens, messages, tools, is_open):
             [messages], tools=tools or None, chat_template=template, add_generation_prompt=is_open,
             **VARIABLES, **tokens,
         )
-        return {"rendered": texts[0]}
+        # Mistral Small 3.2 writes the date of the day, whatever the variables are.
+        return {"rendered": texts[0].replace(datetime.date.today().isoformat(), "{today}")}
     except jinja2.exceptions.TemplateError as error:
         return {"error": str(error)}
     except TypeError:
