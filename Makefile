@@ -10,8 +10,8 @@
 #   make test-scaling              two servers behind HAProxy and the LiteLLM proxy, one killed; 750 MB of packages, minutes
 #   make test-real                 all tests with SmolLM2, where `make test` uses only the quick ones
 #   make test-demo                 all questions of the demo model's set, where `make test` uses only the quick ones
-#   make test-kernels              tests of kernels and families with every scheme of weights and every shape, where `make test` uses some
-#   make test-random               all random inputs of parsers and requests, where `make test` uses a quarter of them
+#   make test-kernels              tests of kernels, families and batches with every scheme of weights and every shape, where `make test` uses some
+#   make test-random               all random inputs of parsers, grammars and requests, where `make test` uses a quarter of them
 #   make page-libraries            build src/api/page/libraries again, after a change in tools/page_libraries; needs npm
 #   make test-openwebui            install Open WebUI (2 GB of disk), and test it with a browser and a server; minutes
 #   make conformance               run the tests of llama.cpp's and vLLM's servers; writes docs/conformance.md; minutes
@@ -161,10 +161,10 @@ test-demo: setup-test
 	UNICORN_TEST_DEMO=all cargo test --locked --test suite demo:: -- --nocapture
 
 test-kernels: setup-test
-	UNICORN_TEST_KERNELS=all cargo test --locked --test suite -- kernels:: model::families packed_matrices_of_every_family
+	UNICORN_TEST_KERNELS=all cargo test --locked --test suite -- kernels:: model::families packed_matrices_of_every_family engine::draft engine::batching
 
 test-random: setup-test
-	UNICORN_TEST_RANDOM=all cargo test --locked --test suite -- damaged_ corrupted_ bodies_that_the_document
+	UNICORN_TEST_RANDOM=all cargo test --locked --test suite -- damaged_ corrupted_ bodies_that_the_document random_grammars random_answers_to mutated_schemas
 
 page-libraries:
 	@python3 tools/test.py page-libraries

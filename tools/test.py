@@ -314,8 +314,8 @@ def demo():
     return one("demo", [sys.executable, "tools/demo_model/check_disjoint.py"])
 
 
-def clients():
-    """Clients from the registries, and curl, with a real server. Tests whose packages are not available are skipped."""
+def client_packages():
+    """(interpreter, environment) of the clients' tests, whose packages are installed if possible."""
     python = python_with(CLIENTS / "requirements.txt", VENV) or sys.executable
     environment = {
         "LITELLM_PYTHON": python_with(CLIENTS / "requirements-litellm.txt", LITELLM) or "",
@@ -329,6 +329,34 @@ def clients():
         show(f"no client for Node.js: {lacks}\n")
     else:
         environment["NODE_PATH"] = str(CLIENT_MODULES / "node_modules")
+    return python, environment
+
+
+# The packages that a thread installs while `rust` compiles, because that mostly waits for the network: futures of (what
+# the function returns, its output), by the function's name.
+PREFETCHED = {}
+
+
+def prefetch(work):
+    def collected():
+        COLLECTED.lines = []
+        return work(), "".join(COLLECTED.lines)
+
+    PREFETCHED[work.__name__] = ThreadPoolExecutor(1).submit(collected)
+
+
+def fetched(work):
+    """What `work` returns, now or when it was prefetched."""
+    if work.__name__ not in PREFETCHED:
+        return work()
+    result, output = PREFETCHED.pop(work.__name__).result()
+    show(output)
+    return result
+
+
+def clients():
+    """Clients from the registries, and curl, with a real server. Tests whose packages are not available are skipped."""
+    python, environment = fetched(client_packages)
     return counted("clients", *run([python, str(CLIENTS / "test_openai.py")], env=environment))
 
 
@@ -600,8 +628,11 @@ def main(names):
     (CACHE / "summary.txt").unlink(missing_ok=True)
     Path(os.environ["MESA_SHADER_CACHE_DIR"]).mkdir(parents=True, exist_ok=True)
 
+    chosen = names or PARTS
+    if "rust" in chosen and "clients" in chosen:
+        prefetch(client_packages)
     total, seconds = Result(), {}
-    for name, result, spent in each_result(names or PARTS, parts):
+    for name, result, spent in each_result(chosen, parts):
         seconds[name] = spent
         total.passed += result.passed
         total.failures += result.failures

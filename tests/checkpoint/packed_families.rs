@@ -17,7 +17,7 @@ use crate::support::checkpoints::{folder_of, le_bytes, opened, safetensors_file}
 use crate::support::goldens::{all_logits, load, max_difference};
 use crate::support::json::read_json;
 use crate::support::packed_files::{awq, compressed, gptq, words};
-use crate::support::{data, wants_all};
+use crate::support::{data, in_turn};
 
 /// Columns of a group.
 const GROUP: usize = 32;
@@ -195,8 +195,7 @@ fn packed_matrices_of_every_family_compute_what_they_stand_for() {
         assert!(others > 1000.0 * BOUND, "{}: the matrices are not random: {others}", set.display());
         let forms: [(Value, Form); 3] =
             [(gptq(), Matrix::gptq), (awq(), Matrix::awq), (compressed(), Matrix::compressed)];
-        let forms = if wants_all("UNICORN_TEST_KERNELS") { &forms[..] } else { &forms[i % 3..=i % 3] };
-        for (quantization, form) in forms.iter().cloned() {
+        for (quantization, form) in in_turn(&forms, i).iter().cloned() {
             let name = quantization["quant_method"].clone();
             let got = logits(model(&set, Some(quantization), form).path());
             let difference = max_difference(&got, &plain);

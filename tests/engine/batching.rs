@@ -11,7 +11,7 @@ use unicorn::tensor::KvDtype;
 
 use crate::support::driver::{Driver, plain_sequence};
 use crate::support::texts::{Texts, answer, penalties};
-use crate::support::{data, demo, goldens, reference};
+use crate::support::{data, demo, goldens, reference, wants_all};
 
 #[test]
 fn the_demo_model_answers_the_same_whatever_else_runs() {
@@ -19,7 +19,9 @@ fn the_demo_model_answers_the_same_whatever_else_runs() {
     let mut model = goldens::load(&demo::folder(), &options);
     let prompts = demo::quick_prompts(300).step_by(5).map(<[u32]>::to_vec).take(14).collect();
     let texts = Texts::new(&mut model, (SamplingParams::GREEDY, 0), prompts, 24);
-    texts.check_all(&mut model);
+    if wants_all("UNICORN_TEST_KERNELS") {
+        texts.check_all(&mut model);
+    }
     let penalized = Texts::new(&mut model, (penalties(), 0), texts.prompts.clone(), 24);
     assert_ne!(penalized.alone, texts.alone, "penalties change nothing");
     penalized.check_all(&mut model);

@@ -21,7 +21,7 @@ use crate::support::checkpoints::tiny_model;
 use crate::support::driver::{Driver, plain_sequence};
 use crate::support::program::{assert_error, output, unicorn, unicorn_on_software};
 use crate::support::texts::{Texts, penalties};
-use crate::support::{data, demo, device, goldens};
+use crate::support::{data, demo, device, goldens, in_turn};
 
 const SEED: u64 = 4711;
 
@@ -100,7 +100,7 @@ fn a_model_that_is_its_own_draft_takes_less_than_half_the_passes() {
 }
 
 /// Answers alone, in batches, from the prefix cache, in chunks, preempted and forked, with a draft model of the same
-/// weights, which are not quantized.
+/// weights, which are not quantized. Greedy and random draws take turns in `make test`.
 #[test]
 fn answers_with_and_without_a_draft_are_equal() {
     let options = LoadOptions {
@@ -112,10 +112,10 @@ fn answers_with_and_without_a_draft_are_equal() {
     };
     let mut plain = goldens::load(&demo::folder(), &options);
     let mut drafted = load(&demo::folder(), &demo::folder(), &options).unwrap();
-    for (params, seed) in [(SamplingParams::GREEDY, 0), (sampled(), SEED)] {
-        let texts = Texts::new(&mut plain, (params.clone(), seed), prompts(5), 24);
+    for (params, seed) in in_turn(&[(SamplingParams::GREEDY, 0), (sampled(), SEED)], 0) {
+        let texts = Texts::new(&mut plain, (params.clone(), *seed), prompts(5), 24);
         texts.check_all(&mut drafted);
-        let (_, passes, drafts) = one_by_one(&mut drafted, (&params, seed), &texts.prompts);
+        let (_, passes, drafts) = one_by_one(&mut drafted, (params, *seed), &texts.prompts);
         println!("temperature {}: {passes} passes, {drafts:?}", params.temperature);
         assert!(drafts.model.accepted > 10, "{drafts:?}");
     }
@@ -142,8 +142,9 @@ fn a_draft_with_fewer_ids_and_a_smaller_window_changes_no_answer() {
     let [short, mid, long] = ["short", "mid", "long"].map(|p| goldens.tokens(&format!("tokens.{p}")));
     let long = long[..long.len().min(150)].to_vec();
     let prompts = vec![mid.clone(), short, long.clone(), long[11..].to_vec(), mid[..9].to_vec()];
-    for params in [(SamplingParams::GREEDY, 0), (SamplingParams { temperature: 1.5, ..sampled() }, SEED)] {
-        let texts = Texts::new(&mut plain, params, prompts.clone(), 40);
+    let ways = [(SamplingParams::GREEDY, 0), (SamplingParams { temperature: 1.5, ..sampled() }, SEED)];
+    for params in in_turn(&ways, 1) {
+        let texts = Texts::new(&mut plain, params.clone(), prompts.clone(), 40);
         texts.check_all(&mut drafted);
     }
     let (answers, _, drafts) = one_by_one(&mut drafted, (&sampled(), SEED), &prompts);

@@ -11,7 +11,7 @@ use unicorn::kernels::{
 use unicorn::tensor::{Precision, Scheme};
 
 use crate::support::kernel_bench::{BODIES, Bench, Fma, Stored, fma_of, schemes_of_large_kernels};
-use crate::support::reference;
+use crate::support::{in_turn, reference};
 
 const EPS: f32 = 1e-6;
 
@@ -241,7 +241,8 @@ fn of_pairs(
     OfPairs { gate, up, gated, out }
 }
 
-/// What experts compute has the bits of the same products of a dense network, whatever else the step computes.
+/// What experts compute has the bits of the same products of a dense network, whatever else the step computes. The ways
+/// take turns ([`in_turn`]).
 #[test]
 fn experts_compute_the_bits_of_dense_networks() {
     let (width, hidden) = (64, 96);
@@ -251,7 +252,7 @@ fn experts_compute_the_bits_of_dense_networks() {
             (Tiles::Cpu, Precision::Fast),
             (BODIES[index % 2], Precision::F32),
         ];
-        for (tiles, precision) in ways {
+        for &(tiles, precision) in in_turn(&ways, index) {
             let experts = experts(6, 3);
             let mut b = Bench::with_bodies(&crate::support::device(), 8, tiles);
             b.make_experts(experts, scheme, precision, tiles);

@@ -22,7 +22,7 @@ use crate::support::kernel_bench::{
 };
 use crate::support::reference::{BLOCK_COLS, QuantizedActivations, divergence, fast_product};
 use crate::support::texts::{Texts, penalties, prompts_of_tiny_a};
-use crate::support::{data, demo, device, goldens, policy, skip, wants_all};
+use crate::support::{data, demo, device, goldens, in_turn, policy, skip, wants_all};
 
 /// Uploads activations that the CPU reference quantized. The padding is garbage.
 fn upload(b: &mut Bench, rows: &[QuantizedActivations], width: usize) -> Quantized {
@@ -163,11 +163,11 @@ fn every_width_of_every_scheme_matches_the_reference_bit_for_bit_in_gpu_tiles() 
     check_every_width(Bench::new(71), &STORED, |_| Tiles::COUNTED);
 }
 
-/// One scheme of each kind: row scales, scales with shifts for half blocks, scales for blocks, and six bits.
+/// One scheme of each kind in turn: row scales, scales with shifts for half blocks, scales for blocks, and six bits.
 #[test]
 fn every_width_matches_the_reference_with_activations_in_shared_memory() {
     let shared = GpuTiles::all(Way::Lanes { columns: 32, activations: ActivationsFrom::SharedMemory });
-    check_every_width(Bench::new(71), &EACH_KIND, |_| Tiles::Gpu(shared));
+    check_every_width(Bench::new(71), in_turn(&EACH_KIND, 1), |_| Tiles::Gpu(shared));
 }
 
 #[test]
@@ -502,7 +502,7 @@ fn logits_in_int8_have_the_same_bits_whole_and_in_chunks() {
         let goldens = Goldens::open(&folder);
         let tokens = goldens.tokens("tokens.long");
         let tokens = &tokens[..tokens.len().min(150)];
-        for &(quantize, kv) in if wants_all("UNICORN_TEST_KERNELS") { &modes[..] } else { &modes[i..=i] } {
+        for &(quantize, kv) in in_turn(&modes, i) {
             let options = LoadOptions { quantize, kv, ..LoadOptions::default() };
             let whole = all_logits(&mut load(&folder, &options), tokens);
             let apart = all_logits(&mut goldens::load(&folder, &options), tokens);
@@ -541,7 +541,7 @@ fn answers_in_int8_are_the_same_whatever_else_runs() {
 fn answers_with_attention_in_tiles_are_the_same_whatever_else_runs() {
     let tile = AttentionTile::emulated([16, 16, 16]).expect("the kernel can use it");
     let attention = Some(AttentionBy::Subgroups(tile));
-    for kv in [KvDtype::F16, KvDtype::Int8] {
+    for &kv in in_turn(&[KvDtype::F16, KvDtype::Int8], 0) {
         let options = LoadOptions {
             kv,
             attention,
@@ -569,8 +569,7 @@ fn nmse(expected: &[f32], got: &[f32]) -> f64 {
 /// Three models with `UNICORN_TEST_KERNELS=all`, otherwise the one with the largest difference.
 #[test]
 fn int8_activations_hardly_change_the_logits_of_random_models() {
-    let models = ["tiny-a", "tiny-b", "tiny-27b-ratio"];
-    for variant in if wants_all("UNICORN_TEST_KERNELS") { &models[..] } else { &models[1..2] } {
+    for variant in in_turn(&["tiny-b", "tiny-a", "tiny-27b-ratio"], 0) {
         let folder = data("gemma3").join(variant);
         let tokens = Goldens::open(&folder).tokens("tokens.long");
         for quantize in QuantizeMode::ALL.into_iter().filter(|mode| mode.projections().is_some()) {
@@ -585,11 +584,14 @@ fn int8_activations_hardly_change_the_logits_of_random_models() {
     }
 }
 
+/// Tests with the demo model take one of these in `make test`.
+const MODES: [QuantizeMode; 3] = [QuantizeMode::Int8Row, QuantizeMode::Int4G32, QuantizeMode::Int4G128Emb8];
+
 /// The demo model with prompts of its own questions, compared with the same weights and f32 activations.
 #[test]
 fn int8_activations_hardly_change_the_logits_of_the_demo_model() {
     let texts: Vec<&[u32]> = demo::quick_prompts(600).step_by(6).collect();
-    for quantize in [QuantizeMode::Int8Row, QuantizeMode::Int4G32, QuantizeMode::Int4G128Emb8] {
+    for &quantize in in_turn(&MODES, 2) {
         let options = LoadOptions { quantize, max_context: Some(1024), ..LoadOptions::default() };
         let (mut exact, mut fast) =
             (goldens::load(&demo::folder(), &options), load(&demo::folder(), &options));
@@ -712,7 +714,7 @@ fn outlier_channels_hardly_change_the_logits_of_the_demo_model() {
     let changed = all(&mut goldens::load(folder.path(), &options));
     let (kl, _) = divergence(&original, &changed, vocab);
     assert!(kl <= 1e-6, "the changed model computes another function: mean KL {kl}");
-    for quantize in [QuantizeMode::Int8Row, QuantizeMode::Int4G32, QuantizeMode::Int4G128Emb8] {
+    for &quantize in in_turn(&MODES, 1) {
         let options = LoadOptions { quantize, ..options };
         let expected = all(&mut goldens::load(folder.path(), &options));
         let (kl, top) = divergence(&expected, &all(&mut load(folder.path(), &options)), vocab);

@@ -20,10 +20,10 @@ use unicorn::tensor::{KvDtype, Precision, Scheme};
 use crate::support::driver::{Driver, plain_sequence};
 use crate::support::goldens::{Goldens, all_logits, drafted, load_on};
 use crate::support::kernel_bench::{
-    Adjusted, BODIES, Bench, Paged, STORED, adjusted, emulated_tiles, schemes_of_large_kernels, shape,
+    Adjusted, BODIES, Bench, EACH_KIND, Paged, STORED, adjusted, emulated_tiles, shape,
 };
 use crate::support::texts::{Texts, penalties, prompts_of_tiny_a};
-use crate::support::{data, goldens, policy, wants_all};
+use crate::support::{data, goldens, in_turn, policy, wants_all};
 
 const ORDERS: [Order; 2] = [Order::Reversed, Order::Shuffled(1)];
 
@@ -42,16 +42,12 @@ fn device_with_order(order: Order) -> MutexGuard<'static, Arc<Device>> {
 /// Each model has keys and values of one type, or with `UNICORN_TEST_KERNELS=all` of every type.
 #[test]
 fn golden_logits_have_the_same_bits_in_any_order_between_barriers() {
-    let all = wants_all("UNICORN_TEST_KERNELS");
-    let types = |i: usize| if all { &KvDtype::ALL[..] } else { &KvDtype::ALL[i..=i] };
-    let gemma =
-        [("gemma3/tiny-a", types(0)), ("gemma3/tiny-b", types(1)), ("gemma3/tiny-27b-ratio", types(2))];
-    // Biases, and no norms of queries, keys or results.
-    let qwen2 = ("families/tiny-qwen2", &[KvDtype::F16][..]);
-    for (variant, kvs) in gemma.into_iter().chain([qwen2]) {
+    // Qwen 2 has biases, and no norms of queries, keys or results.
+    let models = ["gemma3/tiny-a", "gemma3/tiny-b", "gemma3/tiny-27b-ratio", "families/tiny-qwen2"];
+    for (i, variant) in models.into_iter().enumerate() {
         let goldens = Goldens::open(&data(variant));
         let prompts = ["short", "mid", "long"].map(|prompt| goldens.tokens(&format!("tokens.{prompt}")));
-        for kv in kvs.iter().copied() {
+        for &kv in in_turn(&KvDtype::ALL, i) {
             let options = LoadOptions { kv, ..LoadOptions::default() };
             let mut model = goldens::load(&data(variant), &options);
             let expected = prompts.each_ref().map(|tokens| all_logits(&mut model, tokens));
@@ -78,11 +74,14 @@ fn answers_are_the_same_in_any_order_between_barriers() {
     let mut model = goldens::load(&data("gemma3/tiny-a"), &options);
     let [greedy, drawn] = [(SamplingParams::GREEDY, 0), drawn]
         .map(|params| Texts::new(&mut model, params, prompts.clone(), 40));
-    for order in ORDERS {
+    // The orders take turns.
+    for &order in in_turn(&ORDERS, 0) {
         let device = device_with_order(order);
         greedy.check_all(&mut load_on(&device, &data("gemma3/tiny-a"), &options));
+    }
+    for &order in in_turn(&ORDERS, 1) {
         // This run uses draft tokens of another model.
-        drawn.check_all(&mut drafted(&device, &options));
+        drawn.check_all(&mut drafted(&device_with_order(order), &options));
     }
 }
 
@@ -130,16 +129,21 @@ impl Chain {
 /// Makes a chain on a bench. The seed of the bench is fixed, so each call makes the same chain.
 type Maker = Box<dyn Fn(&mut Bench) -> Chain>;
 
-/// Every chain: a kernel together with others that read its output. Products have one scheme of each kind, or every one
-/// (`schemes_of_large_kernels`).
+/// The integer schemes of the chains of products: one in `make test`. A missing barrier concerns buffers, whatever is in
+/// them.
+fn integer_schemes() -> &'static [Scheme] {
+    if wants_all("UNICORN_TEST_KERNELS") { &STORED } else { &EACH_KIND[2..3] }
+}
+
+/// Every chain: a kernel together with others that read its output.
 fn makers() -> Vec<Maker> {
     let mut all: Vec<Maker> = Vec::new();
-    for scheme in [&[Scheme::F32, Scheme::F16, Scheme::Bf16][..], schemes_of_large_kernels()].concat() {
+    for scheme in [&[Scheme::F32, Scheme::F16, Scheme::Bf16][..], integer_schemes()].concat() {
         for bodies in BODIES {
             all.push(Box::new(move |b| products(b, scheme, bodies).of(bodies)));
         }
     }
-    for (i, &scheme) in schemes_of_large_kernels().iter().enumerate() {
+    for (i, &scheme) in integer_schemes().iter().enumerate() {
         let (counted, emulated) = (Tiles::COUNTED, emulated_tiles(i));
         for (tiles, gated) in [(counted, false), (counted, true), (Tiles::Cpu, false), (emulated, false)] {
             all.push(Box::new(move |b| fast_products(b, scheme, tiles, gated)));
@@ -670,7 +674,7 @@ fn reads_an_omitted_scheme(shader: &str) -> bool {
     let kernels = ["fast_matmul_", "matmul_", "embed_"];
     let variant = kernels.iter().find_map(|kernel| variant_of(shader, kernel));
     let is_in = |schemes: &[Scheme]| schemes.iter().any(|scheme| Some(&scheme.variant()[..]) == variant);
-    is_in(&STORED) && !is_in(schemes_of_large_kernels())
+    is_in(&STORED) && !is_in(integer_schemes())
 }
 
 /// The least number of derived writes whose omission a forward pass detects. With one weight type and one cache type, it

@@ -21,7 +21,7 @@ use crate::support::goldens::{
 };
 use crate::support::program::{printed, unicorn};
 use crate::support::reference::divergence;
-use crate::support::{data, device, wants_all};
+use crate::support::{data, device, in_turn};
 
 const BOUND: f32 = 1e-3;
 const SETS: [&str; 11] = [
@@ -52,12 +52,10 @@ fn folder(set: &str) -> PathBuf {
     data("families").join(set)
 }
 
-/// The sets, each with one of the choices in turn, or with `UNICORN_TEST_KERNELS=all` with each of them.
-fn in_turn<T: Copy>(sets: &[&'static str], choices: &[T]) -> Vec<(&'static str, T)> {
-    let all = wants_all("UNICORN_TEST_KERNELS");
-    let of = |(i, set): (usize, &&'static str)| {
-        let some = if all { choices } else { &choices[i % choices.len()..][..1] };
-        some.iter().map(|choice| (*set, *choice)).collect::<Vec<_>>()
+/// The sets, each with its choices ([`in_turn`]).
+fn with_choices<T: Copy>(sets: &[&'static str], choices: &[T]) -> Vec<(&'static str, T)> {
+    let of = |(turn, set): (usize, &&'static str)| {
+        in_turn(choices, turn).iter().map(|choice| (*set, *choice)).collect::<Vec<_>>()
     };
     sets.iter().enumerate().flat_map(of).collect()
 }
@@ -100,7 +98,7 @@ fn each_family_matches_the_oracle() {
 #[test]
 fn each_family_matches_its_dequantized_goldens() {
     let modes = [QuantizeMode::Int4G128, QuantizeMode::Int4G32, QuantizeMode::Int8Row];
-    for (set, mode) in in_turn(&SETS, &modes) {
+    for (set, mode) in with_choices(&SETS, &modes) {
         let goldens = Goldens::open(&folder(set));
         let name = mode.name().replace('-', "_");
         let options = LoadOptions { quantize: mode, ..LoadOptions::default() };
@@ -257,7 +255,7 @@ fn a_correct_device_passes_the_self_test_of_each_family() {
         (QuantizeMode::Int4G128Emb8, Precision::Fast, KvDtype::Int8),
         (QuantizeMode::Int8Row, Precision::Fast, KvDtype::F16),
     ];
-    for (set, (quantize, precision, kv)) in in_turn(&FAMILIES, &choices) {
+    for (set, (quantize, precision, kv)) in with_choices(&FAMILIES, &choices) {
         let options = LoadOptions { quantize, precision, kv, ..LoadOptions::default() };
         let mut model = load(&folder(set), &options);
         let tested = model.self_test().unwrap_or_else(|error| panic!("{set} {quantize}: {error}"));

@@ -83,6 +83,11 @@ pub fn wants_all(variable: &str) -> bool {
     std::env::var(variable).is_ok_and(|value| value == "all")
 }
 
+/// The choices of the input with the number `turn`: one of them, or with `UNICORN_TEST_KERNELS=all` all of them.
+pub fn in_turn<T>(choices: &[T], turn: usize) -> &[T] {
+    if wants_all("UNICORN_TEST_KERNELS") { choices } else { &choices[turn % choices.len()..][..1] }
+}
+
 /// How many random inputs a test tries: `all` in `make test-random`, otherwise a quarter.
 pub fn rounds(all: usize) -> usize {
     if wants_all("UNICORN_TEST_RANDOM") { all } else { all / 4 }

@@ -14,13 +14,13 @@ use unicorn::text::{
     MAX_GRAMMAR_BYTES, SchemaPart, TextError, Tokenizer,
 };
 
-use crate::support;
 use crate::support::app::FamilyText;
 use crate::support::grammars::{
     ROWS, STOPS, accepts, allowed, assert_language, assert_refused, grammars, languages, refusal,
 };
 use crate::support::lists::{values, words};
 use crate::support::tokenizers::{real_tokenizer_json, tokenizer};
+use crate::support::{self, rounds};
 
 fn strict(schema: Value) -> GrammarSource {
     GrammarSource::JsonSchema { schema, strict: true }
@@ -380,7 +380,7 @@ fn random_answers_to_random_schemas_are_valid() {
     let mut rng = ChaCha8Rng::seed_from_u64(seed);
     let (grammars, tokenizer) = (grammars(), tokenizer());
     let mut longest = 0;
-    for i in 0..1000 {
+    for i in 0..rounds(1000) {
         let mut schema = random_schema(&mut rng, 3, 2);
         // Definition d0 refers to itself, but the recursion is optional. Definition d1 does not refer to itself.
         schema["$defs"] = json!({
@@ -679,7 +679,8 @@ fn mutated_schemas_never_panic_or_hang() {
         minLength format",
     );
     let (mut compiled, mut walked) = (0, 0);
-    for _ in 0..2000 {
+    let all = rounds(2000);
+    for _ in 0..all {
         let mut schema = random_schema(&mut rng, 3, 1);
         schema["$defs"] = json!({"d0": random_schema(&mut rng, 1, 1)});
         for _ in 0..rng.random_range(1..4) {
@@ -709,7 +710,7 @@ fn mutated_schemas_never_panic_or_hang() {
         }
     }
     assert!(
-        compiled > 500 && walked > 200,
+        4 * compiled > all && 10 * walked > all,
         "{compiled} compiled, {walked} ended: too few mutated schemas are valid"
     );
 }
