@@ -189,6 +189,12 @@ enum ErrorType {
     Error,
 }
 
+/// An error in Ollama's form.
+#[derive(Serialize, ToSchema)]
+pub(in crate::api) struct OllamaError {
+    error: String,
+}
+
 impl AnthropicError {
     pub fn new(error: AnthropicErrorObject, request_id: String) -> Self {
         Self { r#type: ErrorType::Error, error, request_id }
@@ -289,6 +295,18 @@ impl ApiError {
             _ => self.message(),
         };
         (status_code(status), AnthropicErrorObject { r#type: kind, message, details })
+    }
+
+    /// The status and the error in Ollama's form. Clients compare the words of these messages.
+    pub(in crate::api) fn ollama(&self) -> (StatusCode, OllamaError) {
+        let (status, error) = match self {
+            Self::UnknownModel { asked, .. } => (404, format!("model '{}' not found", visible(asked))),
+            Self::QueueFull { .. } => {
+                (503, "server busy, please try again.  maximum pending requests exceeded".to_owned())
+            }
+            other => (other.wire().status, other.message()),
+        };
+        (status_code(status), OllamaError { error })
     }
 
     fn wire<'a>(&'a self) -> Wire<'a> {

@@ -11,6 +11,7 @@ use std::time::Duration;
 use axum::Json;
 use axum::body::Body;
 use axum::extract::FromRequestParts;
+use axum::http::header;
 use axum::http::request::Parts;
 use axum::response::sse::{self, KeepAlive, Sse};
 use axum::response::{IntoResponse, Response};
@@ -133,6 +134,11 @@ pub(in crate::api) trait Format: Sized + Send + 'static {
         request: &GenerateRequest,
     ) -> Result<(Prompts, Self), ApiError>;
 
+    /// Waits until the engine can get the prompts.
+    fn ready(&self, _: &Service) -> impl Future<Output = Result<(), ApiError>> + Send {
+        async { Ok(()) }
+    }
+
     /// Whether only the prompt is returned. The engine generates at least one token, which is then removed.
     fn is_prompt_only(&self) -> bool {
         false
@@ -160,15 +166,15 @@ pub(in crate::api) trait Format: Sized + Send + 'static {
     }
 
     /// The events after the last delta.
-    fn end() -> Vec<Self::Event> {
+    fn end(&mut self, _: &Reply) -> Vec<Self::Event> {
         Vec::new()
     }
 
     /// Returns what makes the last events of a stream that an error ends.
     fn on_error(&self, reply: &Reply) -> impl FnOnce(&ApiError) -> Vec<Self::Event> + Send + 'static;
 
-    /// An event as it is sent; `number` counts the events of the stream.
-    fn sent(event: Self::Event, number: u64) -> sse::Event;
+    /// Sends the events of a stream: [`server_sent`] or [`lines`].
+    fn send(server: &Server, events: impl Stream<Item = Self::Event> + Send + 'static) -> Response;
 }
 
 /// Answers a request in a wire format: reads the body, makes prompts of it, submits them to the engine, and writes the
@@ -188,6 +194,7 @@ pub(in crate::api) async fn answer<F: Format>(
     });
     let (arriving, (service, prompts, format, stream, purpose, cache_salt)) = prepared.await?;
     tracing::debug!(class = purpose.class(), task = purpose.task, "prepared");
+    format.ready(&service).await?;
     let seed = prompts.first().map_or(0, |(engine, _)| engine.seed);
     let salt = salt_of(server, client.id, cache_salt.as_deref());
     let mut answers = Answers { prompt_only: format.is_prompt_only(), ..Answers::default() };
@@ -261,15 +268,11 @@ fn stream_reply<F: Format>(server: &Server, reply: Reply, mut answers: Answers, 
                 sent = Instant::now();
             }
         }
-        for event in F::end() {
+        for event in format.end(&reply) {
             yield event;
         }
     };
-    let mut number = 0;
-    stream(server, events, failed, move |event| {
-        number += 1;
-        F::sent(event, number - 1)
-    })
+    F::send(server, until_error(events, failed))
 }
 
 /// Reads a body, and counts the tokens of its conversation. `parse` returns the model's name and the conversation.
@@ -385,21 +388,19 @@ fn body_deadline(options: &Options, elapsed: Duration, came: usize) -> (Duration
     .expect("there are three")
 }
 
-/// A reply as a stream of server-sent events, with comments while there is no event. An error in the stream, also a panic,
-/// is logged, and ends the stream with the events of `failed`.
-pub(in crate::api) fn stream<T: Send + 'static>(
-    server: &Server,
+/// The pieces of a stream up to an error. An error, also a panic, is logged, and ends the stream with the pieces of
+/// `failed`.
+pub(in crate::api) fn until_error<T: Send + 'static>(
     pieces: impl Stream<Item = Result<T, ApiError>> + Send + 'static,
     failed: impl FnOnce(&ApiError) -> Vec<T> + Send + 'static,
-    mut write: impl FnMut(T) -> sse::Event + Send + 'static,
-) -> Response {
+) -> impl Stream<Item = T> + Send + 'static {
     // A stream outlives the handler and the handler's span.
     let span = tracing::Span::current();
-    let events = async_stream::stream! {
+    async_stream::stream! {
         let mut pieces = Box::pin(AssertUnwindSafe(pieces).catch_unwind());
         let error = loop {
             match pieces.next().await {
-                Some(Ok(Ok(piece))) => yield Ok::<_, Infallible>(write(piece)),
+                Some(Ok(Ok(piece))) => yield piece,
                 Some(Ok(Err(error))) => break error,
                 Some(Err(panic)) => break panicked("", &*panic),
                 None => return,
@@ -409,11 +410,24 @@ pub(in crate::api) fn stream<T: Send + 'static>(
         drop(pieces);
         span.in_scope(|| log_in_stream(&error));
         for piece in failed(&error) {
-            yield Ok(write(piece));
+            yield piece;
         }
-    };
+    }
+}
+
+/// A reply of server-sent events, with comments while there is no event.
+pub(in crate::api) fn server_sent(
+    server: &Server,
+    events: impl Stream<Item = sse::Event> + Send + 'static,
+) -> Response {
     let keep_alive = KeepAlive::new().interval(server.options.keep_alive);
-    Sse::new(events).keep_alive(keep_alive).into_response()
+    Sse::new(events.map(Ok::<_, Infallible>)).keep_alive(keep_alive).into_response()
+}
+
+/// A reply of JSON objects, one in each line.
+pub(in crate::api) fn lines(lines: impl Stream<Item = String> + Send + 'static) -> Response {
+    let lines = lines.map(|line| Ok::<_, Infallible>(line + "\n"));
+    ([(header::CONTENT_TYPE, "application/x-ndjson")], Body::from_stream(lines)).into_response()
 }
 
 /// The last line of a stream of OpenAI's.

@@ -1,6 +1,6 @@
 //! Ids of requests and of replies, and the Unix time of an object.
 
-use std::time::{SystemTime, UNIX_EPOCH};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use axum::http::{HeaderMap, HeaderValue};
 
@@ -30,6 +30,12 @@ pub(in crate::api) fn unix_time_s() -> u64 {
 /// A Unix time as RFC 3339 writes it.
 pub(in crate::api) fn rfc3339(unix_time_s: u64) -> String {
     jiff::Timestamp::from_second(unix_time_s as i64).unwrap_or_default().to_string()
+}
+
+/// The date after this time, as RFC 3339 writes it.
+pub(in crate::api) fn date_after(time: Duration) -> String {
+    let time = jiff::SignedDuration::try_from(time).unwrap_or(jiff::SignedDuration::MAX);
+    jiff::Timestamp::now().saturating_add(time).unwrap_or(jiff::Timestamp::MAX).to_string()
 }
 
 /// An id that is unique to one reply.

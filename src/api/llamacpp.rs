@@ -1,15 +1,13 @@
 //! Routes of llama.cpp's server outside `/v1`: models, and tokens.
 //!
-//! There is one model. The server loads it at the start, unloads it if it is idle (`engine.idle_unload_s`), and
-//! loads it again for the next request that needs it. So a request to load it succeeds without doing anything, and a
-//! request to unload it is refused.
+//! There is one model. The server loads it at the start, unloads it if it is idle (`engine.idle_unload_s`) or if a request
+//! says so, and loads it again for the next request that needs it.
 //!
 //! `/tokenize` and `/detokenize` have the fields of both vLLM and llama.cpp's server. A text comes as `prompt` (vLLM:
 //! `add_special_tokens` is true by default) or as `content` (llama.cpp: `add_special` is false by default), and a
 //! conversation as `messages` (vLLM). The reply has the fields of the server whose field was used.
 
 use std::borrow::Cow;
-use std::convert::Infallible;
 use std::sync::Arc;
 
 use axum::Json;
@@ -30,6 +28,7 @@ use crate::api::server::Server;
 use crate::api::wire;
 use crate::api::wire::bounded::TokenId;
 use crate::api::wire::union::{reference, with_reference};
+use crate::engine::KeepAlive;
 use crate::session::{GenerateRequest, Service};
 
 /// A body that names a model.
@@ -39,7 +38,7 @@ pub(in crate::api) struct NamedModel {
     model: Option<String>,
 }
 
-/// The model is loaded, or will be for the next request.
+/// The request is carried out.
 #[derive(Serialize, ToSchema)]
 pub(in crate::api) struct Done {
     success: bool,
@@ -58,42 +57,40 @@ pub(in crate::api) async fn models(State(server): State<Arc<Server>>) -> Json<Mo
 }
 
 post_route! {
-    /// Accepts a request to load the model, which is loaded already, or will be for the next request.
+    /// Loads the model if it is unloaded, and waits until it is loaded. The first load is not awaited.
     "/models/load", "loadModel", "llama.cpp",
-    NamedModel => (description = "The model is loaded, or will be for the next request.", body = Done), BodyErrors,
+    NamedModel => (description = "The model is loaded.", body = Done), BodyErrors,
     load(server, client: Client, body) -> Json<Done> {
-        check_model(&server, &client, body).await?;
+        match named_model(&server, &client, body).await {
+            // The first load is in progress.
+            Err(ApiError::Loading) => {}
+            Err(error) => return Err(error),
+            Ok(service) => {
+                service.engine().load(KeepAlive::Configured)?.recv().await;
+                service.engine().health()?;
+            }
+        }
         Ok(Json(Done { success: true }))
     }
 }
 
-/// Refuses to unload the model, because the server unloads it automatically.
-#[utoipa::path(
-    post,
-    path = "/models/unload",
-    operation_id = "unloadModel",
-    tag = "llama.cpp",
-    request_body = NamedModel,
-    responses(BodyErrors),
-)]
-pub(in crate::api) async fn unload(
-    State(server): State<Arc<Server>>,
-    client: Client,
-    body: Body,
-) -> Result<Infallible, ApiError> {
-    check_model(&server, &client, body).await?;
-    let problem =
-        "a request cannot unload the model; with engine.idle_unload_s, the server unloads an idle model";
-    Err(ApiError::unsupported("model", problem))
+post_route! {
+    /// Unloads the model as soon as no request runs or waits. The next request loads it again.
+    "/models/unload", "unloadModel", "llama.cpp",
+    NamedModel => (description = "The model will be unloaded.", body = Done), BodyErrors,
+    unload(server, client: Client, body) -> Json<Done> {
+        named_model(&server, &client, body).await?.engine().unload()?;
+        Ok(Json(Done { success: true }))
+    }
 }
 
-/// Refuses a body that names another model than the served one.
-async fn check_model(server: &Arc<Server>, client: &Client, body: Body) -> Result<(), ApiError> {
+/// The model that a body names.
+async fn named_model(server: &Arc<Server>, client: &Client, body: Body) -> Result<Arc<Service>, ApiError> {
     let read = exchange::process_body(server, client, body, |server, body| {
         let NamedModel { model } = wire::body(body)?;
-        server.serves(wire::named(model).as_deref())
+        server.service_for(wire::named(model).as_deref())
     });
-    read.await.map(|_| ())
+    read.await.map(|(_, service)| service)
 }
 
 wire::composed! {

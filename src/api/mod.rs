@@ -1,4 +1,4 @@
-//! The wire formats of OpenAI, Anthropic and llama.cpp over HTTP. This module reads requests, and writes the answers of the
+//! The wire formats of OpenAI, Anthropic, Ollama and llama.cpp over HTTP. This module reads requests, and writes the answers of the
 //! session.
 //!
 //! The server answers before the model is loaded: `/v1/models` from the start and with the same id, `/health` with 503
@@ -12,7 +12,7 @@
 //! | `http` | connections, TLS, authentication, admission, health, metrics | know a wire format's bodies |
 //! | `exchange` | the path of one request from its body to its answers | know a wire format |
 //! | `wire` | bodies: what fields may be, and errors that name them | know a route |
-//! | `openai`, `anthropic`, `llamacpp` | the wire formats: bodies in, answers out | name each other's handlers |
+//! | `openai`, `anthropic`, `llamacpp`, `ollama` | the wire formats: bodies in, answers out | name each other's handlers |
 //! | `openapi` | the API as a document | answer other requests |
 //! | `page` | the page at `/` | use another server |
 //! | `paths` | routes without `/v1`, and what to request instead of an unknown path | know a handler |
@@ -28,12 +28,15 @@
 //! request that exceeds a limit says which one.
 
 mod anthropic;
+mod embedding;
 mod error;
 mod exchange;
 mod report;
 mod http;
 mod ids;
 mod llamacpp;
+mod names;
+mod ollama;
 mod openai;
 mod openapi;
 mod page;
@@ -54,7 +57,7 @@ pub use http::tls::{Tls, TlsError};
 #[doc(hidden)] // for benches/
 pub use openai::chat::text_chunks;
 pub use openai::models::SUPPORTED_PARAMETERS;
-pub use report::{CourtesyReport, EnergyReport, LiveReport, ModelReport};
+pub use report::{CourtesyReport, EnergyReport, LiveReport, ModelCard, ModelReport};
 pub use server::{ModelNames, Options, Server};
 
 use std::future::Future;
@@ -93,6 +96,7 @@ fn around(routes: Router<Arc<Server>>, server: Arc<Server>) -> Router {
         // CORS is outside authentication, because a preflight has no key, and the page must be able to read a refusal.
         .layer(middleware::from_fn_with_state(Arc::clone(&server), cors))
         .layer(middleware::from_fn(anthropic::rewrite_errors))
+        .layer(middleware::from_fn(ollama::rewrite_errors))
         // Identification is outside all other steps, so that it counts and logs what is sent.
         .layer(middleware::from_fn_with_state(server, identify))
 }
@@ -135,6 +139,14 @@ fn routes() -> OpenApiRouter<Arc<Server>> {
         .routes(routes!(llamacpp::models))
         .routes(routes!(llamacpp::load))
         .routes(routes!(llamacpp::unload))
+        .routes(routes!(ollama::chat::chat))
+        .routes(routes!(ollama::generate::generate))
+        .routes(routes!(ollama::embed::embed))
+        .routes(routes!(ollama::embed::embeddings))
+        .routes(routes!(ollama::models::version))
+        .routes(routes!(ollama::models::tags))
+        .routes(routes!(ollama::models::running))
+        .routes(routes!(ollama::models::show))
         .routes(routes!(health::health))
         .routes(routes!(health::live))
         .routes(routes!(status::status))

@@ -25,7 +25,7 @@ use utoipa::openapi::{
 };
 use utoipa::{IntoResponses, ToSchema};
 
-use crate::api::error::{AnthropicError, ErrorBody};
+use crate::api::error::{AnthropicError, ErrorBody, OllamaError};
 use crate::api::server::Server;
 
 /// The document before its routes are added.
@@ -35,7 +35,8 @@ pub(in crate::api) fn head() -> OpenApi {
         .version(env!("CARGO_PKG_VERSION"))
         .description(Some(env!("CARGO_PKG_DESCRIPTION")));
     let mut components = ComponentsBuilder::new();
-    for (name, schema) in schemas_of::<ErrorBody>().into_iter().chain(schemas_of::<AnthropicError>()) {
+    let errors = [schemas_of::<ErrorBody>(), schemas_of::<AnthropicError>(), schemas_of::<OllamaError>()];
+    for (name, schema) in errors.into_iter().flatten() {
         components = components.schema(name, schema);
     }
     OpenApiBuilder::new().info(info.build()).components(Some(components.build())).build()
@@ -135,9 +136,19 @@ macro_rules! post_route {
     ) => {
         $crate::api::openapi::post_route! {
             $(#[$about])*
+            $path, $id, $tag, $request => $whole | $events as "text/event-stream", $errors, $handler by $format
+        }
+    };
+    (
+        $(#[$about:meta])*
+        $path:literal, $id:literal, $tag:literal, $request:ident => $whole:ident | $events:ident as $kind:literal,
+        $errors:ident, $handler:ident by $format:ident
+    ) => {
+        $crate::api::openapi::post_route! {
+            $(#[$about])*
             $path, $id, $tag, $request => (
-                description = "The answer, or with `stream` its events.",
-                content(($whole = "application/json"), (inline($events) = "text/event-stream")),
+                description = "The answer, or with `stream` its pieces.",
+                content(($whole = "application/json"), (inline($events) = $kind)),
             ), $errors,
             $handler(server, caller: Caller, body) -> axum::response::Response {
                 $crate::api::exchange::answer::<$format>(&server, caller, body).await
@@ -222,6 +233,24 @@ impl IntoResponses for AnthropicErrors {
             (529, "The queue is full."),
         ]));
         all
+    }
+}
+
+/// The errors of requests with a body, in Ollama's form.
+pub(in crate::api) enum OllamaErrors {}
+
+impl IntoResponses for OllamaErrors {
+    fn responses() -> Refusals {
+        body_errors::<OllamaError>()
+    }
+}
+
+/// The errors of Ollama's routes without a body.
+pub(in crate::api) enum OllamaAuthErrors {}
+
+impl IntoResponses for OllamaAuthErrors {
+    fn responses() -> Refusals {
+        auth_errors::<OllamaError>()
     }
 }
 

@@ -21,20 +21,10 @@ pub(in crate::api) fn documented(path: &str) -> Cow<'_, str> {
 
 /// Routes of other servers and mistakes in base URLs, each with what to do here instead. A path that ends with `/*` means
 /// all paths below it. All except the first few are known with and without `/v1`.
-const ELSEWHERE: [(&[&str], &str); 28] = [
+const ELSEWHERE: [(&[&str], &str); 24] = [
     (&["/v1"], "this is a base URL: GET /v1/models names the model, and POST /v1/chat/completions asks it"),
     // Ollama.
-    (&["/api/chat"], OLLAMAS),
-    (&["/api/generate"], "Ollama's API is not served: send POST /v1/completions, as to OpenAI"),
-    (
-        &["/api/embed", "/api/embeddings"],
-        "Ollama's API is not served: send POST /v1/embeddings, as to OpenAI",
-    ),
-    (
-        &["/api/tags", "/api/show", "/api/ps"],
-        "Ollama's API is not served: GET /v1/models describes the model",
-    ),
-    (&["/api/version"], "Ollama's API is not served: GET /status has the server's version"),
+    (&["/api/status"], "GET /status has what the server does and holds"),
     (
         &["/api/pull", "/api/push", "/api/create", "/api/copy", "/api/delete", "/api/blobs/*"],
         "the server keeps the model that it was started with: `unicorn pull` fetches another, and `unicorn serve --model` serves it",
@@ -113,9 +103,6 @@ const ELSEWHERE: [(&[&str], &str); 28] = [
     (&["/complete"], "Anthropic has replaced it: send POST /v1/messages"),
 ];
 
-/// What to do instead of a path of Ollama's that [`ELSEWHERE`] does not have.
-const OLLAMAS: &str = "Ollama's API is not served: send POST /v1/chat/completions, as to OpenAI";
-
 /// What a client should do instead of requesting `path`, which is not one of `routes`.
 pub(in crate::api) fn instead<'a>(path: &str, routes: impl Iterator<Item = &'a str>) -> Cow<'static, str> {
     let asked = path.strip_suffix('/').unwrap_or(path);
@@ -128,8 +115,7 @@ pub(in crate::api) fn instead<'a>(path: &str, routes: impl Iterator<Item = &'a s
         return Cow::Borrowed(what);
     }
     let Some(near) = nearest(path, routes) else {
-        let is_ollamas = path.starts_with("/api/");
-        return Cow::Borrowed(if is_ollamas { OLLAMAS } else { "GET /openapi.json lists the routes" });
+        return Cow::Borrowed("GET /openapi.json lists the routes");
     };
     let before = path.strip_suffix(near).unwrap_or_default();
     let base_url = match path {

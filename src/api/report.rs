@@ -1,6 +1,6 @@
 //! What `/status` and `/metrics` report about a loaded model and its device. The code that loads the model provides it.
 
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
 use serde::Serialize;
 use utoipa::ToSchema;
@@ -12,6 +12,31 @@ pub struct ModelReport {
     pub device: DeviceReport,
     /// Reads the values that change.
     pub live: Box<dyn Fn() -> LiveReport + Send + Sync>,
+}
+
+/// What the files of a model say about it, for lists of models.
+#[derive(Debug, Clone, Default)]
+pub struct ModelCard {
+    /// `safetensors`, `gguf` or `native`.
+    pub format: String,
+    pub architecture: String,
+    pub parameters: u64,
+    /// How most weights are stored.
+    pub quantization: String,
+    pub bytes: u64,
+    /// When the newest file was changed.
+    pub modified: Option<SystemTime>,
+    /// 64 hexadecimal digits that change when a file changes.
+    pub digest: String,
+    /// The most tokens that the model was trained for.
+    pub context: usize,
+    pub hidden_size: usize,
+    pub layers: usize,
+    pub vocab_size: usize,
+    /// The chat template's text.
+    pub template: String,
+    /// Whether the model can think before it answers.
+    pub can_think: bool,
 }
 
 /// What the server, its device and the machine report at one moment; `None` = the system does not report it.

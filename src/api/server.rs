@@ -13,8 +13,9 @@ use crate::api::http::fair_semaphore::FairSemaphore;
 use crate::api::http::listen::Open as OpenConnections;
 use crate::api::http::wrong_keys::WrongKeys;
 use crate::api::ids::unix_time_s;
+use crate::api::names::untagged;
 use crate::api::openai::responses::store::Responses as StoredResponses;
-use crate::api::report::ModelReport;
+use crate::api::report::{ModelCard, ModelReport};
 use crate::api::wire::short;
 use crate::config::SharePrefixes;
 use crate::engine::EngineHandle;
@@ -90,6 +91,7 @@ pub struct Server {
     pub(in crate::api) queue: AtomicUsize,
     pub(in crate::api) service: OnceLock<Arc<Service>>,
     pub(in crate::api) report: OnceLock<ModelReport>,
+    card: OnceLock<ModelCard>,
     /// What a load in progress does, in words.
     load: OnceLock<Box<dyn Fn() -> Option<String> + Send + Sync>>,
     pub(in crate::api) metrics: Arc<Metrics>,
@@ -123,6 +125,7 @@ impl Server {
             queue: AtomicUsize::new(0),
             service: OnceLock::new(),
             report: OnceLock::new(),
+            card: OnceLock::new(),
             load: OnceLock::new(),
             metrics: Arc::default(),
             arriving: FairSemaphore::new(MAX_ARRIVING, MAX_ARRIVING_OF_ONE),
@@ -167,6 +170,16 @@ impl Server {
     /// Gives `/status` and `/metrics` the report of the loaded model. Panics at a second call.
     pub fn set_report(&self, report: ModelReport) {
         assert!(self.report.set(report).is_ok(), "the model was loaded twice");
+    }
+
+    /// Sets what lists of models say about the files of the model. Panics at a second call.
+    pub fn set_card(&self, card: ModelCard) {
+        assert!(self.card.set(card).is_ok(), "the model was opened twice");
+    }
+
+    /// What is known of the model's files.
+    pub(in crate::api) fn card(&self) -> ModelCard {
+        self.card.get().cloned().unwrap_or_default()
     }
 
     /// Sets the length of the engine's queue, now or when the engine exists.
@@ -221,7 +234,8 @@ impl Server {
 
     /// Refuses a `model` that is not served. `None` is always accepted.
     pub(in crate::api) fn serves(&self, model: Option<&str>) -> Result<(), ApiError> {
-        let is_served = |asked: &str| self.any_model_name || self.model_names().any(|name| name == asked);
+        let named = |asked: &str| self.model_names().any(|name| name == asked || name == untagged(asked));
+        let is_served = |asked: &str| self.any_model_name || named(asked);
         match model.filter(|asked| !is_served(asked)) {
             None => Ok(()),
             Some(asked) => Err(ApiError::UnknownModel { asked: short(asked), served: self.model_id.clone() }),

@@ -93,7 +93,7 @@ pub fn demo_files() -> ModelFiles {
 /// The contents of a model's small files: everything that a server needs except the weights.
 pub struct Texts {
     pub tokenizer: Tokenizer,
-    template: ChatTemplate,
+    pub template: ChatTemplate,
     /// How the model calls tools.
     calls: CallFormat,
     defaults: SamplingOptions,

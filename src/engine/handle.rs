@@ -14,7 +14,7 @@ use tokio::sync::mpsc as events;
 use super::answer::{Answer, Clock, Event};
 use super::energy::EnergyCounter;
 use super::error::{EngineError, SubmitError};
-use super::request::{EVENTS, MAX_QUEUE, Request};
+use super::request::{EVENTS, KeepAlive, MAX_QUEUE, Request};
 use super::scheduler::SchedulerConfig;
 use super::sequence::Sequence;
 use super::shared::{EngineState, Permit, Shared, Signs, Stats};
@@ -77,6 +77,7 @@ impl Engine {
             stats: Mutex::new(Stats::default()),
             signs: Mutex::new(Signs::default()),
             state: Mutex::new(EngineState::default()),
+            kept_for: Mutex::new(None),
             courtesy: Mutex::new(Courtesy::NONE),
             probe: AtomicBool::new(false),
             next_id: AtomicU64::new(0),
@@ -152,17 +153,14 @@ impl EngineHandle {
             .collect::<Vec<_>>();
         let mut submitted = Submitted { sequence, answers };
         submitted.answers[0].permit = Some(permit);
-        match self.inbox.try_send(Message::Submit(Box::new(submitted))) {
-            Ok(()) => Ok(TokenStream {
-                events: receiver,
-                shared: Arc::clone(&self.shared),
-                failure,
-                stopped,
-                unfinished: vec![true; choices],
-            }),
-            Err(TrySendError::Full(_)) => Err(SubmitError::QueueFull { waiting: MAX_QUEUE }),
-            Err(TrySendError::Disconnected(_)) => Err(self.shared.why_ended().into()),
-        }
+        self.send(Message::Submit(Box::new(submitted)))?;
+        Ok(TokenStream {
+            events: receiver,
+            shared: Arc::clone(&self.shared),
+            failure,
+            stopped,
+            unfinished: vec![true; choices],
+        })
     }
 
     /// The number of ids that `request` may generate, or the reason why it is refused.
@@ -251,6 +249,32 @@ impl EngineHandle {
     pub fn set_queue(&self, queue: usize) {
         assert!((1..=MAX_QUEUE).contains(&queue), "a queue of {queue} requests");
         self.shared.queue.store(queue, Ordering::Relaxed);
+    }
+
+    /// Loads the model if it is unloaded, and keeps it for `keep_alive` if no request follows. A message arrives when
+    /// the model is loaded; the channel closes without one if the engine ends before that.
+    pub fn load(&self, keep_alive: KeepAlive) -> Result<events::Receiver<()>, SubmitError> {
+        let (loaded, result) = events::channel(1);
+        self.send(Message::Load(keep_alive, loaded)).map(|()| result)
+    }
+
+    /// Unloads the model as soon as the engine is idle, if no request arrives before that, and if the engine can load the
+    /// model again. The next request loads it again.
+    pub fn unload(&self) -> Result<(), SubmitError> {
+        self.send(Message::Unload)
+    }
+
+    /// How long the engine must be idle before it unloads the model. `None` = never.
+    pub fn kept_for(&self) -> Option<Duration> {
+        *self.shared.kept_for.lock().expect("nothing panics under this lock")
+    }
+
+    fn send(&self, message: Message) -> Result<(), SubmitError> {
+        self.health()?;
+        self.inbox.try_send(message).map_err(|error| match error {
+            TrySendError::Full(_) => SubmitError::QueueFull { waiting: MAX_QUEUE },
+            TrySendError::Disconnected(_) => self.shared.why_ended().into(),
+        })
     }
 
     /// Limits the share of the device's time that steps take, from the next step on. Steps then take proportionally

@@ -2,6 +2,7 @@
 
 use std::fmt;
 use std::sync::Arc;
+use std::time::Duration;
 
 use super::mask::TokenMask;
 use crate::model::SamplingParams;
@@ -49,6 +50,16 @@ pub enum Priority {
     Background,
 }
 
+/// How long the engine keeps the idle model after a request.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum KeepAlive {
+    /// As long as [`EngineConfig::idle_unload`](super::EngineConfig::idle_unload) says.
+    #[default]
+    Configured,
+    For(Duration),
+    Forever,
+}
+
 /// Maximum number of unread events of one answer. This is enough for a reader that pauses for some seconds.
 pub const EVENTS: usize = 1024;
 
@@ -80,6 +91,7 @@ pub struct Request {
     /// The salt under which the prefix cache finds and stores the prompt.
     pub cache_salt: CacheSalt,
     pub priority: Priority,
+    pub keep_alive: KeepAlive,
 }
 
 impl Request {
@@ -97,6 +109,7 @@ impl Request {
             client: 0,
             cache_salt: CacheSalt::default(),
             priority: Priority::Interactive,
+            keep_alive: KeepAlive::Configured,
         }
     }
 }

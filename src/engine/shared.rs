@@ -2,7 +2,7 @@
 
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, OnceLock};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use super::block_manager::PoolUse;
 use super::error::{EngineError, SubmitError};
@@ -84,6 +84,8 @@ pub(super) struct Shared {
     pub(super) stats: Mutex<Stats>,
     pub(super) signs: Mutex<Signs>,
     pub(super) state: Mutex<EngineState>,
+    /// How long the engine must be idle before it unloads the model. `None` = never.
+    pub(super) kept_for: Mutex<Option<Duration>>,
     /// The share of the device's time that the next steps may take.
     pub(super) courtesy: Mutex<Courtesy>,
     /// Whether a probe was requested and has not begun.
@@ -109,6 +111,10 @@ impl Shared {
     pub(super) fn set_finished(&self) {
         let signs = Signs { last: Some(Instant::now()), work: None };
         *self.signs.lock().expect("nothing panics under this lock") = signs;
+    }
+
+    pub(super) fn set_kept_for(&self, time: Option<Duration>) {
+        *self.kept_for.lock().expect("nothing panics under this lock") = time;
     }
 
     pub(super) fn courtesy(&self) -> Courtesy {

@@ -6,10 +6,13 @@ use std::sync::atomic::Ordering;
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
+use tokio::sync::mpsc as events;
+
 use super::answer::{Answer, Event, FinishReason};
 use super::energy::{EnergyCounter, Ledger};
 use super::error::EngineError;
 use super::pace::Pace;
+use super::request::KeepAlive;
 use super::scheduler::{Output, Scheduler, SchedulerConfig, SequenceShare, Step};
 use super::sequence::{Sequence, SequenceId};
 use super::shared::{DeviceTask, EngineState, Shared, Stats};
@@ -23,6 +26,10 @@ pub(super) struct Submitted {
 
 pub(super) enum Message {
     Submit(Box<Submitted>),
+    /// Loads the model if it is unloaded, and then sends the result.
+    Load(KeepAlive, events::Sender<()>),
+    /// Unloads the model as soon as the engine is idle.
+    Unload,
     /// Makes the thread read the flags of [`Shared`].
     Wake,
 }
@@ -57,6 +64,8 @@ pub(super) struct StepLoop {
     last_done: Instant,
     answers: HashMap<SequenceId, Answer>,
     messages: Receiver<Message>,
+    /// Clients that wait until the model is loaded.
+    loads: Vec<events::Sender<()>>,
     pub(super) shared: Arc<Shared>,
     stats: Stats,
 }
@@ -80,9 +89,11 @@ impl StepLoop {
             last_done: Instant::now(),
             answers: HashMap::new(),
             messages,
+            loads: Vec::new(),
             shared,
             stats: Stats::default(),
         };
+        new.shared.set_kept_for(new.runner.kept_for());
         new.publish();
         new
     }
@@ -95,7 +106,8 @@ impl StepLoop {
             }
             self.remove_ended();
             if !self.runner.is_loaded() {
-                if self.scheduler.is_idle() {
+                self.loads.retain(|load| !load.is_closed());
+                if self.scheduler.is_idle() && self.loads.is_empty() {
                     continue; // the client has left
                 }
                 self.shared.set_state(EngineState::Loading);
@@ -103,6 +115,9 @@ impl StepLoop {
                 if !self.load() {
                     return;
                 }
+            }
+            for load in self.loads.drain(..) {
+                let _ = load.try_send(()); // the client may have left
             }
             let began = Instant::now();
             let waited = match self.step() {
@@ -206,6 +221,11 @@ impl StepLoop {
         self.publish();
     }
 
+    fn set_keep_alive(&mut self, keep_alive: KeepAlive) {
+        self.runner.set_keep_alive(keep_alive);
+        self.shared.set_kept_for(self.runner.kept_for());
+    }
+
     fn is_idle(&self) -> bool {
         self.scheduler.is_idle() && self.in_flight.is_empty() && self.held.is_none()
     }
@@ -246,10 +266,24 @@ impl StepLoop {
                     Err(_) => return !self.is_idle(),
                 }
             };
-            if let Message::Submit(submitted) = message {
-                let Submitted { sequence, answers } = *submitted;
-                self.answers.extend((sequence.id..).zip(answers));
-                self.scheduler.add(sequence);
+            match message {
+                Message::Submit(submitted) => {
+                    let Submitted { sequence, answers } = *submitted;
+                    self.set_keep_alive(sequence.request.keep_alive);
+                    self.answers.extend((sequence.id..).zip(answers));
+                    self.scheduler.add(sequence);
+                }
+                Message::Load(keep_alive, loaded) => {
+                    self.set_keep_alive(keep_alive);
+                    self.loads.push(loaded);
+                    // The time until an unload counts from here.
+                    self.last_done = Instant::now();
+                    if self.is_idle() {
+                        return true;
+                    }
+                }
+                Message::Unload => self.set_keep_alive(KeepAlive::For(Duration::ZERO)),
+                Message::Wake => {}
             }
         }
     }

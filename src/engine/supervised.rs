@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::time::{Duration, Instant};
 
+use super::request::KeepAlive;
 use crate::config::Courtesy;
 use crate::model::{Limits, Runner, RunnerError, RunnerFactory};
 
@@ -14,7 +15,10 @@ pub(super) struct SupervisedRunner {
     /// `None` while the model is unloaded or is being loaded.
     runner: Option<Box<dyn Runner>>,
     factory: Option<Box<dyn RunnerFactory>>,
+    /// How long the engine must be idle before it unloads the model, after a request without a wish. `None` = never.
     idle_unload: Option<Duration>,
+    /// The wish of the last request.
+    keep_alive: KeepAlive,
     limits: Limits,
     has_draft: bool,
     /// The courtesy that was last set on the current runner.
@@ -34,6 +38,7 @@ impl SupervisedRunner {
             runner: Some(runner),
             factory,
             idle_unload,
+            keep_alive: KeepAlive::Configured,
             limits,
             has_draft,
             courtesy: Courtesy::NONE,
@@ -71,7 +76,22 @@ impl SupervisedRunner {
 
     /// How long the engine must be idle before it unloads the model. `None` = never.
     pub(super) fn idle_unload(&self) -> Option<Duration> {
-        self.idle_unload.filter(|_| self.runner.is_some() && self.factory.is_some())
+        self.kept_for().filter(|_| self.runner.is_some())
+    }
+
+    /// The same, also while the model is unloaded.
+    pub(super) fn kept_for(&self) -> Option<Duration> {
+        let wanted = match self.keep_alive {
+            KeepAlive::Configured => self.idle_unload,
+            KeepAlive::For(time) => Some(time),
+            KeepAlive::Forever => None,
+        };
+        wanted.filter(|_| self.factory.is_some())
+    }
+
+    /// Changes what [`Self::idle_unload`] returns, until the next request.
+    pub(super) fn set_keep_alive(&mut self, keep_alive: KeepAlive) {
+        self.keep_alive = keep_alive;
     }
 
     /// Drops the runner, which frees the model's memory on the device.

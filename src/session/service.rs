@@ -122,6 +122,22 @@ impl Service {
         Ok((engine, if request.ending == PromptEnding::Answer { answer.at_start() } else { answer }))
     }
 
+    /// Like [`Self::prepare`], after the ids of an earlier prompt and its answer.
+    pub fn prepare_after(
+        &self,
+        earlier: &[u32],
+        request: &GenerateRequest,
+    ) -> Result<(Request, AnswerText), SessionError> {
+        self.check_ids("context", earlier)?;
+        let (engine, answer) = self.prepare_answer(request, true, |_| {
+            let ids = self.conversation(request)?;
+            // Only the first prompt has the id that begins a text.
+            let begun = !earlier.is_empty() && ids.first().copied() == self.tokenizer.bos();
+            Ok::<_, SessionError>([earlier, &ids[usize::from(begun)..]].concat())
+        })?;
+        Ok((engine, answer.at_start()))
+    }
+
     /// The token ids of the request's conversation, with the descriptions of its tools.
     pub fn conversation(&self, request: &GenerateRequest) -> Result<Vec<u32>, SessionError> {
         let GenerateRequest { messages, tools, ending, template_kwargs: kwargs, .. } = request;

@@ -82,6 +82,8 @@ impl<'a> TemplateInput<'a> {
 #[derive(Debug)]
 pub struct ChatTemplate {
     program: Option<Program>,
+    /// The template's text; empty if there is none.
+    source: String,
     origin: String,
     special_tokens: SpecialTokens,
     /// Which conversations it accepts, found when the first one is arranged.
@@ -122,6 +124,7 @@ impl ChatTemplate {
                 Some(built_in) => Self::compile(built_in.source, built_in.origin, special_tokens),
                 None => Ok(Self {
                     program: None,
+                    source: String::new(),
                     origin: "none: conversations are refused".to_owned(),
                     special_tokens,
                     order: OnceLock::new(),
@@ -134,7 +137,12 @@ impl ChatTemplate {
         }
     }
 
-    /// The source of the template, for logs.
+    /// The text of the template; empty if there is none.
+    pub fn source(&self) -> &str {
+        &self.source
+    }
+
+    /// Where the template comes from, for logs.
     pub fn origin(&self) -> &str {
         &self.origin
     }
@@ -255,7 +263,8 @@ impl ChatTemplate {
         let program = Program::compile(source).map_err(no_thread)?;
         let program = program.map_err(|e| template_error(origin, describe(&e)))?;
         let order = OnceLock::new();
-        Ok(Self { program: Some(program), origin: origin.to_owned(), special_tokens, order })
+        let (source, origin) = (source.to_owned(), origin.to_owned());
+        Ok(Self { program: Some(program), source, origin, special_tokens, order })
     }
 }
 

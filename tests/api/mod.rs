@@ -12,6 +12,7 @@ mod health;
 mod messages;
 mod model_names;
 mod native_calls;
+mod ollama;
 mod openapi;
 mod other_fields;
 mod page;

@@ -8,9 +8,11 @@ use http_body_util::BodyExt;
 use tower::ServiceExt;
 
 use crate::support::app::router_that_says;
+use crate::support::http::send;
 
 async fn ask(router: &Router, method: Method, path: &str, known: &str) -> (StatusCode, HeaderMap, String) {
     let request = Request::builder().method(method).uri(path).header(header::IF_NONE_MATCH, known);
+    let request = request.header(header::ACCEPT, "text/html,application/xhtml+xml,*/*;q=0.8");
     let request = request.body(Body::empty()).expect("a valid request");
     let (parts, body) = router.clone().oneshot(request).await.expect("handlers do not fail").into_parts();
     let bytes = body.collect().await.expect("a whole body").to_bytes().to_vec();
@@ -97,6 +99,21 @@ async fn a_file_in_the_browser_cache_is_not_sent_again() {
     let (_, other, _) = ask(&router, Method::GET, "/page/chat.js", "").await;
     assert_ne!(other[header::ETAG], etag.as_str());
     assert_eq!(ask(&router, Method::GET, "/page/chat.js", &etag).await.0, 200);
+}
+
+/// Clients of Ollama request `/` to see whether a server is there.
+#[tokio::test]
+async fn a_program_gets_a_line_of_text_instead_of_the_page() {
+    let (router, _) = router_that_says("Hi");
+    for accept in ["*/*", "application/json"] {
+        let request = Request::get("/").header(header::ACCEPT, accept).body(Body::empty()).unwrap();
+        let (status, headers, text) = send(&router, request).await;
+        assert_eq!((status.as_u16(), &text[..]), (200, &b"Ollama is running"[..]), "{accept}");
+        assert_eq!(
+            (&headers[header::VARY], &headers[header::CONTENT_TYPE]),
+            (&"accept".parse().unwrap(), &"text/plain; charset=utf-8".parse().unwrap())
+        );
+    }
 }
 
 #[tokio::test]

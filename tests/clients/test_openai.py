@@ -30,6 +30,7 @@ import anthropic_sdk
 import langchain_client
 import llm_client
 import observers
+import ollama_client
 import published_schemas
 import responses_sdk
 import terminal_chat
@@ -694,7 +695,8 @@ def a_model_thinks_and_calls(report):
             server.wait()
             report.attempt_all(thinking_caller.PLAIN, server)
             for package, tests in [(openai, thinking_caller.OPENAI), (anthropic_sdk.anthropic, [thinking_caller.caller_in_messages]),
-                                   (langchain_client.langchain_openai, [thinking_caller.caller_in_langchain]), (thinking_caller.agents, thinking_caller.AGENTS)]:
+                                   (langchain_client.langchain_openai, [thinking_caller.caller_in_langchain]), (thinking_caller.agents, thinking_caller.AGENTS),
+                                   (ollama_client.ollama, ollama_client.TESTS)]:
                 if package is not None:
                     report.attempt_all(tests, server)
                     continue

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use unicorn::engine::{
-    Engine, EngineConfig, EngineError, EngineHandle, EngineState, Event, Request, Restriction,
+    Engine, EngineConfig, EngineError, EngineHandle, EngineState, Event, KeepAlive, Request, Restriction,
     SchedulerConfig, TokenMask,
 };
 use unicorn::model::{Batch, Limits};
@@ -370,4 +370,50 @@ fn an_idle_model_is_unloaded_and_loaded_again_for_the_next_request() {
     let (engine, control) = start(four(), false, Some(MINUTES));
     collect(&mut engine.submit(request(&[1; 20], 9)).expect("accepted"));
     assert_eq!((engine.state(), control.starts()), (EngineState::Ready, 0));
+}
+
+/// A request may say how long the engine keeps the model after it. The next request without a wish ends that.
+#[test]
+fn requests_and_commands_decide_how_long_the_model_is_kept() {
+    let (engine, control) = start(four(), false, None);
+    let ask = |keep_alive| {
+        let asked = Request { keep_alive, ..request(&[1; 20], 9) };
+        assert_eq!(collect(&mut engine.submit(asked).expect("accepted")).0, answer_to(&[1; 20], 9));
+    };
+    ask(KeepAlive::For(Duration::ZERO));
+    wait_for(&engine, EngineState::Unloaded);
+    assert_eq!(engine.kept_for(), Some(Duration::ZERO));
+    ask(KeepAlive::Configured);
+    assert_eq!((engine.state(), control.starts(), engine.kept_for()), (EngineState::Ready, 1, None));
+
+    engine.unload().expect("accepted");
+    wait_for(&engine, EngineState::Unloaded);
+    let mut loaded = engine.load(KeepAlive::For(MINUTES)).expect("accepted");
+    let since = Instant::now();
+    while loaded.try_recv().is_err() {
+        assert!(since.elapsed() < HANG, "the model is never loaded");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    assert_eq!((engine.state(), control.starts(), engine.kept_for()), (EngineState::Ready, 2, Some(MINUTES)));
+    // A loaded model is not loaded again, and answers in progress are not lost.
+    control.allow(0);
+    let mut stream = engine.submit(request(&[2; 20], 9)).expect("accepted");
+    let mut loaded = engine.load(KeepAlive::Forever).expect("accepted");
+    engine.unload().expect("accepted");
+    control.release();
+    assert_eq!(collect(&mut stream).0, answer_to(&[2; 20], 9));
+    wait_for(&engine, EngineState::Unloaded);
+    assert_eq!((loaded.try_recv(), control.starts()), (Ok(()), 2));
+    // A client that does not wait for the load.
+    drop(engine.load(KeepAlive::Forever).expect("accepted"));
+    ask(KeepAlive::Forever);
+    assert_eq!((engine.state(), engine.kept_for()), (EngineState::Ready, None));
+
+    // An engine that cannot load the model again keeps it.
+    let engine = Engine::start(FakeRunner::new(four(), mixed(IDS)).0, EngineConfig::default());
+    engine.unload().expect("accepted");
+    let (ids, _) = collect(&mut engine.submit(request(&[1; 20], 9)).expect("accepted"));
+    assert_eq!((ids, engine.state()), (answer_to(&[1; 20], 9), EngineState::Ready));
+    engine.abort();
+    assert!(engine.join(HANG) && engine.load(KeepAlive::Forever).is_err());
 }

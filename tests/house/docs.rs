@@ -261,20 +261,23 @@ fn other_lines(document: &Value) -> BTreeMap<String, BTreeMap<String, String>> {
         if let Some(reference) = schema["$ref"].as_str() {
             schema = document.pointer(&reference[1..]).expect(reference);
         }
-        for field in schema["x-other-fields"].as_array().into_iter().flatten() {
+        // Ollama's bodies have an object of options with fields of its own.
+        let options = alternatives(document, &schema["properties"]["options"]);
+        let of_options = options.iter().map(|options| ("options.", options));
+        let of = |(at, schema): (&'static str, &Value)| {
+            let fields = schema["x-other-fields"].as_array().cloned().unwrap_or_default();
+            fields.into_iter().map(move |field| (at, field))
+        };
+        for (at, field) in std::iter::once(("", schema)).chain(of_options).flat_map(of) {
             let text = |name: &str| field[name].as_str().expect(name);
+            let name = format!("{at}{}", text("name"));
             let off = field["off"].as_array().into_iter().flatten();
             let off: Vec<String> = off.map(|value| format!("`{value}`")).collect();
             assert!(!text("about").is_empty(), "{path}: {} has no reason", text("name"));
-            let line = [
-                format!("`{}`", text("name")),
-                text("server").into(),
-                text("treatment").into(),
-                off.join(", "),
-            ];
+            let line = [format!("`{name}`"), text("server").into(), text("treatment").into(), off.join(", ")];
             let line = written(line);
             let lines: &mut BTreeMap<String, String> = routes.entry(format!("POST {path}")).or_default();
-            lines.insert(text("name").to_owned(), line);
+            lines.insert(name, line);
         }
     }
     routes

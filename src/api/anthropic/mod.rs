@@ -13,7 +13,8 @@ use axum::body::Body;
 use axum::extract::Request;
 use axum::http::{HeaderName, HeaderValue, header};
 use axum::middleware::Next;
-use axum::response::{Response, sse};
+use axum::response::Response;
+use futures::{Stream, StreamExt};
 use serde::Serialize;
 use serde_json::value::RawValue;
 use utoipa::ToSchema;
@@ -384,7 +385,7 @@ impl Format for MessageFormat {
         |error: &ApiError| vec![MessageEvent::Error { error: error.anthropic().1 }]
     }
 
-    fn sent(event: MessageEvent, _: u64) -> sse::Event {
-        named_event(&event)
+    fn send(server: &Server, events: impl Stream<Item = MessageEvent> + Send + 'static) -> Response {
+        exchange::server_sent(server, events.map(|event| named_event(&event)))
     }
 }

@@ -166,7 +166,8 @@ mod tests {
     #[tokio::test]
     async fn a_panic_within_a_stream_ends_it_with_an_error() {
         let (log, _here) = Log::begin();
-        let response = exchange::stream(&server(), breaks(), exchange::failed_lines, exchange::line);
+        let lines = exchange::until_error(breaks(), exchange::failed_lines).map(exchange::line);
+        let response = exchange::server_sent(&server(), lines);
         let body = response.into_body().collect().await.expect("a whole body").to_bytes();
         let body = std::str::from_utf8(&body).expect("UTF-8");
         let lines: Vec<&str> = body.split("\n\n").filter(|line| !line.is_empty()).collect();

@@ -2,7 +2,8 @@
 
 use std::sync::Arc;
 
-use axum::response::sse;
+use axum::response::Response;
+use futures::{Stream, StreamExt};
 use serde::Deserialize;
 use utoipa::ToSchema;
 
@@ -429,7 +430,7 @@ impl Format for Chat {
         Ok(lines)
     }
 
-    fn end() -> Vec<String> {
+    fn end(&mut self, _: &Reply) -> Vec<String> {
         exchange::done()
     }
 
@@ -437,7 +438,7 @@ impl Format for Chat {
         exchange::failed_lines
     }
 
-    fn sent(line: String, _: u64) -> sse::Event {
-        exchange::line(line)
+    fn send(server: &Server, lines: impl Stream<Item = String> + Send + 'static) -> Response {
+        exchange::server_sent(server, lines.map(exchange::line))
     }
 }

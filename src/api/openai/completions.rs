@@ -3,7 +3,8 @@
 
 use std::sync::Arc;
 
-use axum::response::sse;
+use axum::response::Response;
+use futures::{Stream, StreamExt};
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
 use utoipa::ToSchema;
@@ -421,7 +422,7 @@ impl Format for TextFormat {
         Ok(lines)
     }
 
-    fn end() -> Vec<String> {
+    fn end(&mut self, _: &Reply) -> Vec<String> {
         exchange::done()
     }
 
@@ -429,7 +430,7 @@ impl Format for TextFormat {
         exchange::failed_lines
     }
 
-    fn sent(line: String, _: u64) -> sse::Event {
-        exchange::line(line)
+    fn send(server: &Server, lines: impl Stream<Item = String> + Send + 'static) -> Response {
+        exchange::server_sent(server, lines.map(exchange::line))
     }
 }

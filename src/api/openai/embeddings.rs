@@ -5,27 +5,22 @@
 //! for embeddings is better. No text is cut: a text that is as long as the context, or longer, is refused. `dimensions`
 //! other than the model's are refused too, because the model was not trained to work with fewer.
 
-use std::time::Duration;
-
 use axum::Json;
 use base64::Engine as _;
 use base64::prelude::BASE64_STANDARD;
-use futures::StreamExt;
-use futures::stream::FuturesOrdered;
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
+use crate::api::embedding::{Texts, embed_texts};
 use crate::api::error::ApiError;
 use crate::api::exchange;
-use crate::api::http::counters::Followed;
 use crate::api::openai::prompts::{Prompt, Prompts};
 use crate::api::openapi::{BodyErrors, post_route};
 use crate::api::wire;
 use crate::api::wire::bounded::{TokenLimit, numbers};
 use crate::api::wire::reply::ListName;
 use crate::api::wire::union::words;
-use crate::engine::{Event, Request, SubmitError, Timings, TokenStream};
-use crate::session::Reason;
+use crate::engine::KeepAlive;
 
 /// The field with the texts.
 const INPUT: &str = "input";
@@ -33,13 +28,6 @@ const INPUT: &str = "input";
 const MAX_INPUTS: usize = 2048;
 
 type EmbeddingInputs = Prompts<MAX_INPUTS>;
-
-/// The maximum number of texts of one request in the engine: enough to fill a step, and few compared with other requests.
-const AT_ONCE: usize = 8;
-
-/// How often, and how long each time, a request waits for a place in the queue once some of its texts are embedded.
-const MAX_WAITS: u32 = 150;
-const WAIT: Duration = Duration::from_millis(200);
 
 words! {
     /// How the numbers are written. `base64` encodes them as f32, the least significant byte first.
@@ -139,51 +127,11 @@ post_route! {
             let keep = truncate_prompt_tokens.map(|limit| limit.get().unwrap_or(whole_context));
             let ids = inputs.iter().map(|(at, text)| text.text_ids(&service, at, keep));
             let ids = ids.collect::<Result<Vec<_>, _>>().map_err(|error| error.in_prompt(INPUT))?;
-            // The engine would refuse a long text only after others were embedded.
-            let context = service.engine().limits().max_context;
-            if let Some(long) = ids.iter().find(|ids| ids.len() >= context) {
-                let error = SubmitError::ContextExceeded { prompt: long.len(), max_tokens: None, context };
-                return Err(ApiError::from(error).in_prompt(INPUT));
-            }
-            Ok((ids, encoding_format.unwrap_or(EncodingFormat::Float), service))
+            let texts = Texts::new(&service, INPUT, ids, KeepAlive::Configured)?;
+            Ok((texts, encoding_format.unwrap_or(EncodingFormat::Float), service))
         });
-        let (arriving, (inputs, encoding, service)) = prepared.await?;
-        let mut inputs = inputs.into_iter().peekable();
-        let (mut in_progress, mut embedded) = (FuturesOrdered::new(), Vec::with_capacity(inputs.len()));
-        let (mut arriving, mut waits) = (Some(arriving), 0);
-        let purpose = caller.purpose();
-        loop {
-            while in_progress.len() < AT_ONCE
-                && let Some(ids) = inputs.peek()
-            {
-                let (client, priority) = (caller.id(), purpose.priority);
-                let request = Request { client, priority, pooling: true, ..Request::new(ids.clone()) };
-                match service.engine().submit(request) {
-                    Ok(events) => {
-                        in_progress.push_back(embedding(events, server.metrics.follow(1, caller.client.arrived)))
-                    }
-                    Err(SubmitError::QueueFull { .. }) if !in_progress.is_empty() => break,
-                    // Other requests took the places. Wait, so that finished embeddings are not lost.
-                    Err(SubmitError::QueueFull { .. }) if arriving.is_none() && waits < MAX_WAITS => {
-                        waits += 1;
-                        tokio::time::sleep(WAIT).await;
-                        continue;
-                    }
-                    Err(error) => return Err(ApiError::from(error).in_prompt(INPUT)),
-                }
-                inputs.next();
-                waits = 0;
-            }
-            // From here on, the engine's queue is the limit.
-            if arriving.take().is_some() {
-                server.metrics.taken(purpose);
-            }
-            match in_progress.next().await {
-                Some(done) => embedded.push(done?),
-                None => break,
-            }
-        }
-
+        let (arriving, (texts, encoding, service)) = prepared.await?;
+        let embedded = embed_texts(&server, &caller, &service, arriving, texts).await?;
         let tokens: usize = embedded.iter().map(|(_, timings)| timings.prompt_n).sum();
         tracing::info!(inputs = embedded.len(), prompt_n = tokens, "embedded");
         let data = embedded.into_iter().enumerate().map(|(index, (state, _))| Embedding {
@@ -198,31 +146,4 @@ post_route! {
             usage: EmbeddingsUsage { prompt_tokens: tokens, total_tokens: tokens },
         }))
     }
-}
-
-/// Collects one text's embedding from the engine's events. Dropping the future cancels the embedding.
-async fn embedding(mut events: TokenStream, mut followed: Followed) -> Result<(Vec<f32>, Timings), ApiError> {
-    let mut embedding = Vec::new();
-    while let Some(event) = events.next().await {
-        followed.event(&event);
-        match event {
-            Event::Pooled { state } => embedding = unit(state),
-            Event::Finished { timings, .. } => {
-                followed.ended(0, Reason::Stop, &timings);
-                return Ok((embedding, timings));
-            }
-            Event::Failed(error) => return Err(error.into()),
-            Event::Prompt { .. } | Event::Token { .. } => {} // not requested
-        }
-    }
-    Err(ApiError::Bug("an embedding had no end".into()))
-}
-
-/// Scales a vector to length 1. A vector of zeros has no direction, and is returned unchanged.
-fn unit(mut vector: Vec<f32>) -> Vec<f32> {
-    let length = vector.iter().map(|x| f64::from(*x).powi(2)).sum::<f64>().sqrt();
-    if length > 0.0 {
-        vector.iter_mut().for_each(|x| *x = (f64::from(*x) / length) as f32);
-    }
-    vector
 }

@@ -274,6 +274,30 @@ const OF_MESSAGES: &[OtherField] = &[
     refused("structured_outputs", VLLM, NEVER_OFF, "use output_config.format"),
 ];
 
+const BY_SERVER: &str = "the server's own options decide it at its start";
+
+/// Options of Ollama's `options` that this server does not have.
+const OF_OLLAMA_OPTIONS: &[OtherField] = &[
+    ignored("num_keep", OLLAMA, "no context is ever shifted"),
+    ignored("num_batch", OLLAMA, BY_SERVER),
+    ignored("num_gpu", OLLAMA, "the GPU computes all layers"),
+    ignored("main_gpu", OLLAMA, BY_SERVER),
+    ignored("use_mmap", OLLAMA, BY_SERVER),
+    ignored("use_mlock", OLLAMA, BY_SERVER),
+    ignored("num_thread", OLLAMA, "the GPU computes all layers"),
+    ignored("numa", OLLAMA, BY_SERVER),
+    ignored("low_vram", OLLAMA, BY_SERVER),
+    ignored("f16_kv", OLLAMA, BY_SERVER),
+    ignored("draft_num_predict", OLLAMA, SPECULATION),
+    ignored("repeat_last_n", OLLAMA, "penalties look at the whole text"),
+    ignored("penalize_newline", OLLAMA, "newer versions of Ollama ignore it too"),
+    ignored("typical_p", OLLAMA, SAMPLERS),
+    ignored("tfs_z", OLLAMA, SAMPLERS),
+    ignored("mirostat", OLLAMA, SAMPLERS),
+    ignored("mirostat_tau", OLLAMA, SAMPLERS),
+    ignored("mirostat_eta", OLLAMA, SAMPLERS),
+];
+
 /// The tables of one body.
 pub(in crate::api) trait Tables {
     const TABLES: &[&[OtherField]];
@@ -283,6 +307,7 @@ pub(in crate::api) struct Chat;
 pub(in crate::api) struct Completion;
 pub(in crate::api) struct Response;
 pub(in crate::api) struct Message;
+pub(in crate::api) struct OllamaOptions;
 
 impl Tables for Chat {
     const TABLES: &[&[OtherField]] = &[OF_ANSWERS, OF_CHATS_AND_COMPLETIONS, OF_CHATS];
@@ -290,6 +315,10 @@ impl Tables for Chat {
 
 impl Tables for Completion {
     const TABLES: &[&[OtherField]] = &[OF_ANSWERS, OF_CHATS_AND_COMPLETIONS, OF_COMPLETIONS];
+}
+
+impl Tables for OllamaOptions {
+    const TABLES: &[&[OtherField]] = &[OF_OLLAMA_OPTIONS];
 }
 
 impl Tables for Response {

@@ -17,6 +17,9 @@ const SCRIPT: &str = "text/javascript; charset=utf-8";
 const SVG: &str = "image/svg+xml";
 const TEXT: &str = "text/plain; charset=utf-8";
 
+/// What a program gets instead of the page. Clients of Ollama compare the words.
+const RUNNING: &str = "Ollama is running";
+
 /// Each file's name below `/page/`, its content type, and its content.
 const FILES: [(&str, &str, &str); 15] = [
     ("style.css", STYLE, include_str!("style.css")),
@@ -43,7 +46,15 @@ const POLICY: HeaderValue = HeaderValue::from_static(
 );
 
 pub(in crate::api) fn routes<S: Clone + Send + Sync + 'static>() -> Router<S> {
-    let index = async |headers: HeaderMap| file(&headers, HTML, include_str!("index.html"));
+    let index = async |headers: HeaderMap| {
+        let accepts = |value: &HeaderValue| value.to_str().is_ok_and(|kinds| kinds.contains("text/html"));
+        let mut response = match headers.get_all(header::ACCEPT).iter().any(accepts) {
+            true => file(&headers, HTML, include_str!("index.html")),
+            false => RUNNING.into_response(),
+        };
+        response.headers_mut().insert(header::VARY, HeaderValue::from_static("accept"));
+        response
+    };
     FILES.iter().fold(Router::new().route("/", get(index)), |router, &(name, kind, content)| {
         let handler = async move |headers: HeaderMap| file(&headers, kind, content);
         router.route(&format!("/page/{name}"), get(handler))

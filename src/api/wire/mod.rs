@@ -164,7 +164,7 @@ pub(in crate::api) fn named(model: Option<String>) -> Option<String> {
     model.filter(|name| !name.is_empty())
 }
 
-/// Defines a body of several parts. Each part reads its own fields of the one object, and the document shows one
+/// Defines a body, or an object in one, of several parts. Each part reads its own fields of the one object, and the document shows one
 /// object.
 macro_rules! composed {
     ($(#[$about:meta])* $name:ident { $($part:ident: $type:ty),+ $(,)? }) => {
@@ -174,8 +174,14 @@ macro_rules! composed {
         }
 
         impl $name {
+            #[allow(dead_code, reason = "an object within a body is read at its path")]
             pub fn read(body: &serde_json::Value) -> Result<Self, $crate::api::error::ApiError> {
-                Ok(Self { $($part: $crate::api::wire::read(body)?,)+ })
+                Self::read_at("", body)
+            }
+
+            /// Reads the object at the path `at` of a body.
+            pub fn read_at(at: &str, object: &serde_json::Value) -> Result<Self, $crate::api::error::ApiError> {
+                Ok(Self { $($part: $crate::api::wire::read_at(at, object)?,)+ })
             }
         }
 

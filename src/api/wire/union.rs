@@ -64,6 +64,8 @@ pub(in crate::api) use words;
 
 /// The error text for a word that is none of `words`.
 pub(in crate::api) fn expected(words: &[&str], got: &str) -> String {
+    let words: Vec<&str> =
+        words.iter().map(|word| if word.is_empty() { "an empty text" } else { word }).collect();
     let (last, others) = words.split_last().expect("words");
     match others {
         [] => format!("expected {last}, got {:?}", short(got)),
@@ -249,6 +251,26 @@ impl<T: ToSchema> PartialSchema for Events<T> {
         let events = ObjectBuilder::new().schema_type(SchemaType::AnyValue).description(Some(about));
         let data = Extensions::builder().add("x-event-data", data).build();
         RefOr::T(events.extensions(Some(data)).build().into())
+    }
+}
+
+/// JSON objects `T`, one in each line. The schema allows anything, for the same reason.
+pub(in crate::api) struct Lines<T>(PhantomData<T>);
+
+impl<T: ToSchema> PartialSchema for Lines<T> {
+    fn schema() -> RefOr<Schema> {
+        let name = T::name();
+        let about = format!("One `{name}` in each line. An error after the first line comes as a line.");
+        let data = json!({"$ref": format!("#/components/schemas/{name}")});
+        let lines = ObjectBuilder::new().schema_type(SchemaType::AnyValue).description(Some(about));
+        let data = Extensions::builder().add("x-line-data", data).build();
+        RefOr::T(lines.extensions(Some(data)).build().into())
+    }
+}
+
+impl<T: ToSchema> ToSchema for Lines<T> {
+    fn schemas(schemas: &mut Vec<(String, RefOr<Schema>)>) {
+        with_reference::<T>(schemas);
     }
 }
 

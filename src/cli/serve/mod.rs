@@ -1,6 +1,7 @@
 //! `unicorn serve`: binds its address, answers already while it loads the model, and ends when the engine ends.
 
 mod auth;
+mod card;
 mod courtesy;
 mod report;
 mod reload;
@@ -139,9 +140,9 @@ pub fn serve(config: &Config, root: Option<&Path>, reload: Reload, log_filter: S
             move || observer.loading()
         };
         server.set_load(doing.clone());
-        let load_courtesy = courtesy.clone();
+        let (load_courtesy, of_loader) = (courtesy.clone(), Arc::clone(&server));
         let loader = std::thread::Builder::new().name("load".into()).spawn(move || {
-            let served = load_and_start(&files, &load_config, &machine, load_observer, load_courtesy, load_cancelled);
+            let served = load_and_start(&of_loader, &files, &load_config, &machine, load_observer, load_courtesy, load_cancelled);
             // The engine is stored here too, because after a signal the receiver of the channel no longer
             // exists.
             let served = served.inspect(|(service, _)| drop(started.set(service.engine().clone())));
@@ -236,6 +237,7 @@ pub fn check(options: &config::Server, addresses: &[SocketAddr]) -> Result<usize
 
 /// Loads `files` in a device process, and starts the engine; also returns the report about the model.
 fn load_and_start(
+    server: &Server,
     files: &ModelFiles,
     config: &Config,
     machine: &Machine,
@@ -246,6 +248,7 @@ fn load_and_start(
     let (model_config, generation) = arch::load(files)?;
     let parser = config.model.tool_call_parser.as_deref();
     let texts = load::texts(files, model_config, &generation, parser)?;
+    server.set_card(card::card(files, &texts)?);
     let draft_files = load::draft_files(config)?;
     if let Some(draft) = &draft_files {
         let (draft_config, _) = arch::load(draft)?;

@@ -14,10 +14,21 @@ const IDS: [&str; 8] = ["chatcmpl-", "cmpl-", "resp_", "msg_", "call_", "toolu_"
 /// The smallest number of characters of an id after its prefix.
 const SHORTEST_ID: usize = 8;
 /// Fields whose values vary.
-const OF_THE_MOMENT: [&str; 7] =
-    ["created", "created_at", "completed_at", "timings", "cached_tokens", "sequence_number", "request_id"];
+const OF_THE_MOMENT: [&str; 11] = [
+    "created",
+    "created_at",
+    "completed_at",
+    "timings",
+    "cached_tokens",
+    "sequence_number",
+    "request_id",
+    "total_duration",
+    "load_duration",
+    "prompt_eval_duration",
+    "eval_duration",
+];
 /// Fields whose values a stream sends in pieces.
-const IN_PIECES: [&str; 5] = ["content", "text", "arguments", "delta", "partial_json"];
+const IN_PIECES: [&str; 6] = ["content", "text", "arguments", "delta", "partial_json", "response"];
 
 /// The normalized answer.
 pub fn comparable(answer: &Exchanged) -> Result<Value, String> {
@@ -25,6 +36,11 @@ pub fn comparable(answer: &Exchanged) -> Result<Value, String> {
         "text/event-stream" => {
             let events = events(&answer.body).ok_or("an event is too long")?;
             stream(&events)
+        }
+        "application/x-ndjson" => {
+            let lines: Vec<String> =
+                String::from_utf8_lossy(&answer.body).lines().map(str::to_owned).collect();
+            stream(&lines)
         }
         "application/json" => {
             let mut body = serde_json::from_slice(&answer.body)

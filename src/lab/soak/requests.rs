@@ -79,6 +79,7 @@ pub fn chains(model: &str) -> Vec<Vec<Ask>> {
     chains.extend(responses());
     chains.extend(messages().map(|ask| vec![ask]));
     chains.extend(tokens_and_embeddings().map(|ask| vec![ask]));
+    chains.extend(ollama().map(|ask| vec![ask]));
     chains.extend(facts(model).map(|ask| vec![ask]));
     chains.extend(refusals().map(|ask| vec![ask]));
     chains
@@ -340,6 +341,28 @@ fn tokens_and_embeddings() -> impl Iterator<Item = Ask> {
     .into_iter()
 }
 
+fn ollama() -> impl Iterator<Item = Ask> {
+    let options = json!({"temperature": 0.9, "seed": 7, "num_predict": 24});
+    let chat = json!({"messages": user("Name a river."), "options": options});
+    let whole =
+        json!({"messages": user("Name a city."), "options": options, "format": schema(), "stream": false});
+    let text = json!({"prompt": "Name a garden.", "options": options});
+    [
+        Ask::post("/api/chat", "Ollama's chat in lines", chat),
+        Ask::post("/api/chat", "Ollama's chat by a schema", whole),
+        Ask::post("/api/generate", "Ollama's answer to a text", text),
+        Ask::post("/api/generate", "Ollama's request to load", json!({"stream": false})),
+        Ask::post("/api/embed", "Ollama's embeddings", json!({"input": ["A river.", "A garden."]}))
+            .compared(Compare::Success),
+        Ask::post("/api/embeddings", "Ollama's embedding", json!({"prompt": "A river."})),
+        Ask::post("/api/show", "Ollama's description", json!({})),
+        Ask::get("/api/tags", "Ollama's list"),
+        Ask::get("/api/ps", "Ollama's list of loaded models").compared(Compare::Success),
+        Ask::get("/api/version", "Ollama's version"),
+    ]
+    .into_iter()
+}
+
 fn facts(model: &str) -> impl Iterator<Item = Ask> {
     let page = |path: &'static str| Ask::get(path, "the page").no_route();
     [
@@ -347,7 +370,7 @@ fn facts(model: &str) -> impl Iterator<Item = Ask> {
         Ask::get("/v1/models/{id}", "the model").at(format!("/v1/models/{model}")).compared(Compare::Model),
         Ask::get("/models", "the models at the root").compared(Compare::Model),
         Ask::post("/models/load", "a load", json!({"model": model})),
-        Ask::post("/models/unload", "an unload", json!({"model": model})).refused(400),
+        Ask::post("/models/unload", "an unload", json!({"model": "another"})).refused(404),
         Ask::get("/health", "health").compared(Compare::Health),
         Ask::get("/live", "liveness"),
         Ask::get("/status", "status").compared(Compare::Success),

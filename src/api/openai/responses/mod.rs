@@ -16,8 +16,8 @@ use axum::body::{Body, Bytes};
 use axum::extract::rejection::{PathRejection, QueryRejection};
 use axum::extract::{Path, Query, State};
 use axum::http::{HeaderValue, header};
-use axum::response::{IntoResponse, Response, sse};
-use futures::stream;
+use axum::response::{IntoResponse, Response};
+use futures::{Stream, StreamExt, stream};
 use serde_json::Value;
 use utoipa::IntoParams;
 
@@ -545,7 +545,9 @@ impl Format for ResponseFormat {
         |error: &ApiError| vec![base.failed(error)]
     }
 
-    fn sent(event: ResponseEvent, number: u64) -> sse::Event {
-        named_event(&NumberedEvent { event, sequence_number: number })
+    fn send(server: &Server, events: impl Stream<Item = ResponseEvent> + Send + 'static) -> Response {
+        let numbered =
+            |(number, event)| named_event(&NumberedEvent { event, sequence_number: number as u64 });
+        exchange::server_sent(server, events.enumerate().map(numbered))
     }
 }

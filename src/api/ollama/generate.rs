@@ -1,0 +1,136 @@
+//! `POST /api/generate`: answers one text, or continues it without a chat template (`raw`).
+
+use serde::Deserialize;
+use utoipa::ToSchema;
+
+use super::answer::{AnswerFormat, LineEnd, LineHead, Piece, Route};
+use super::fields::{AnswerForm, OllamaAnswerFields};
+use crate::api::error::ApiError;
+use crate::api::openai::logprobs::TokenLogprob;
+use crate::api::openapi::{OllamaErrors, post_route};
+use crate::api::wire;
+use crate::api::wire::bounded::TokenId;
+use crate::api::wire::reply::replies;
+use crate::api::wire::union::{Anything, Lines};
+use crate::engine::Request;
+use crate::session::{AnswerText, GenerateRequest, Service};
+use crate::text::Message;
+
+type OllamaGenerateLines = Lines<OllamaGenerate>;
+type OllamaGenerateFormat = AnswerFormat<GenerateRoute>;
+
+post_route! {
+    /// Answers a text, in Ollama's format.
+    "/api/generate", "ollamaGenerate", "Ollama",
+    OllamaGenerateRequest => OllamaGenerate | OllamaGenerateLines as "application/x-ndjson", OllamaErrors,
+    generate by OllamaGenerateFormat
+}
+
+wire::composed! {
+    /// The body of `/api/generate`.
+    OllamaGenerateRequest {
+        generate: OllamaGenerateFields,
+        answer: OllamaAnswerFields,
+    }
+}
+
+#[derive(Debug, Deserialize, ToSchema)]
+pub(in crate::api) struct OllamaGenerateFields {
+    /// The user's text. Without one, the request loads the model, or unloads it if `keep_alive` is 0.
+    prompt: Option<String>,
+    /// Not supported: the model was not trained to fill in between two texts.
+    #[schema(max_length = 0)]
+    suffix: Option<String>,
+    /// The system's text.
+    system: Option<String>,
+    /// Not supported: the checkpoint's own template is used. `raw` takes a prompt of your own.
+    #[schema(max_length = 0)]
+    template: Option<String>,
+    /// The field `context` of an earlier answer, which this one continues.
+    #[schema(inline)]
+    context: Option<Vec<TokenId>>,
+    /// Whether the prompt is continued as it is, without a template.
+    raw: Option<bool>,
+    /// Not supported: this server reads text only.
+    #[schema(max_items = 0)]
+    images: Option<Vec<Anything>>,
+}
+
+replies! {
+    /// A piece of an answer, or all of it if the request says `stream: false`.
+    pub(in crate::api) struct OllamaGenerate {
+        #[serde(flatten)]
+        head: LineHead,
+        response: String,
+        thinking?: String,
+        /// The ids of prompt and answer, in the last line. The next request may have them as its `context`.
+        context?: Vec<u32>,
+        /// Log probabilities of the tokens that the line adds, if the request has `logprobs`.
+        logprobs?: Vec<TokenLogprob>,
+        #[serde(flatten)]
+        end: LineEnd,
+    }
+}
+
+pub(in crate::api) struct GeneratePrompt {
+    text: String,
+    is_raw: bool,
+    context: Vec<u32>,
+}
+
+pub(in crate::api) enum GenerateRoute {}
+
+impl Route for GenerateRoute {
+    const PROMPT: &'static str = "prompt";
+    type Prompt = GeneratePrompt;
+    type Line = OllamaGenerate;
+
+    fn parse(body: &[u8]) -> Result<(AnswerForm, GenerateRequest, Option<GeneratePrompt>), ApiError> {
+        let request = OllamaGenerateRequest::read(&wire::object(body)?)?;
+        let OllamaGenerateFields { prompt, suffix, system, template, context, raw, images } =
+            request.generate;
+        if suffix.is_some_and(|suffix| !suffix.is_empty()) {
+            let problem = "the model was not trained to fill in between two texts";
+            return Err(ApiError::unsupported("suffix", problem));
+        }
+        if template.is_some_and(|template| !template.is_empty()) {
+            let problem = "the checkpoint's own template is used: send raw and a prompt of your own";
+            return Err(ApiError::unsupported("template", problem));
+        }
+        if images.is_some_and(|images| !images.is_empty()) {
+            return Err(ApiError::unsupported("images", "this server reads text only"));
+        }
+        let (form, request) = request.answer.read()?;
+        let is_raw = raw.unwrap_or(false);
+        let Some(text) = prompt.filter(|prompt| !prompt.is_empty()) else { return Ok((form, request, None)) };
+        let system = system.filter(|system| !system.is_empty() && !is_raw);
+        let system = system.map(|system| Message::new("system", &system));
+        let messages = system.into_iter().chain((!is_raw).then(|| Message::new("user", &text)));
+        let request = GenerateRequest { messages: messages.collect(), ..request };
+        let context = context.unwrap_or_default().into_iter().map(|id| id.0).collect();
+        Ok((form, request, Some(GeneratePrompt { text, is_raw, context })))
+    }
+
+    fn prepare(
+        prompt: &GeneratePrompt,
+        _: &AnswerForm,
+        service: &Service,
+        request: &GenerateRequest,
+        _: usize,
+    ) -> Result<(Request, AnswerText), ApiError> {
+        match prompt.is_raw {
+            true => service.prepare_with(request, |keep| {
+                service.check_ids("context", &prompt.context)?;
+                let ids = service.encode(&prompt.text, prompt.context.is_empty(), keep)?;
+                Ok([&prompt.context[..], &ids].concat())
+            }),
+            false => Ok(service.prepare_after(&prompt.context, request)?),
+        }
+    }
+
+    fn line(prompt: Option<&GeneratePrompt>, head: LineHead, piece: Piece, end: LineEnd) -> OllamaGenerate {
+        let Piece { thought, text, logprobs, ids, .. } = piece;
+        let context = (!ids.is_empty() && prompt.is_some_and(|prompt| !prompt.is_raw)).then_some(ids);
+        OllamaGenerate { head, response: text, thinking: thought, context, logprobs, end }
+    }
+}

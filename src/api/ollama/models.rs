@@ -1,0 +1,253 @@
+//! The lists of models, and what is known of each: `/api/version`, `/api/tags`, `/api/ps` and `/api/show`.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::{Duration, SystemTime};
+
+use axum::Json;
+use axum::extract::State;
+use serde::Deserialize;
+use serde_json::{Value, json};
+use utoipa::ToSchema;
+
+use crate::api::exchange;
+use crate::api::ids::date_after;
+use crate::api::names::tagged;
+use crate::api::openapi::{OllamaAuthErrors, OllamaErrors, post_route};
+use crate::api::report::ModelCard;
+use crate::api::server::Server;
+use crate::api::wire;
+use crate::api::wire::reply::replies;
+use crate::engine::EngineState;
+
+/// The version of Ollama whose API these routes have. Clients read it as three numbers, and refuse old versions.
+const VERSION: &str = "0.30.0";
+/// Until when a model is kept that is never unloaded. Ollama reports a time in the far future too.
+const FOREVER: Duration = Duration::from_secs(100 * 365 * 24 * 3600);
+
+replies! {
+    pub(in crate::api) struct OllamaVersion {
+        /// The version of Ollama whose API this server has.
+        version: &'static str,
+    }
+
+    pub(in crate::api) struct OllamaModels {
+        models: Vec<OllamaModel>,
+    }
+
+    /// A model that can be requested.
+    struct OllamaModel {
+        name: String,
+        model: String,
+        /// When its newest file was changed, in RFC 3339.
+        modified_at: String,
+        /// Bytes of its files.
+        size: u64,
+        /// 64 hexadecimal digits that change when a file changes.
+        digest: String,
+        details: OllamaDetails,
+        capabilities: Vec<&'static str>,
+    }
+
+    struct OllamaDetails {
+        /// Always empty.
+        parent_model: &'static str,
+        format: String,
+        family: String,
+        families: [String; 1],
+        /// Such as `27.4B`.
+        parameter_size: String,
+        /// How most weights are stored.
+        quantization_level: String,
+        /// The most tokens of prompt and answer together.
+        context_length: usize,
+        /// The length of an embedding.
+        embedding_length: usize,
+    }
+
+    pub(in crate::api) struct OllamaRunning {
+        models: Vec<OllamaRunningModel>,
+    }
+
+    /// A model that is loaded.
+    struct OllamaRunningModel {
+        name: String,
+        model: String,
+        size: u64,
+        digest: String,
+        details: OllamaDetails,
+        /// When the model is unloaded if no request comes, in RFC 3339; in a hundred years if it is never unloaded.
+        expires_at: String,
+        /// Bytes of device memory.
+        size_vram: u64,
+        context_length: usize,
+    }
+
+    pub(in crate::api) struct OllamaShown {
+        /// Always empty: the server has no model files.
+        modelfile: &'static str,
+        /// The defaults of `options`, one in each line.
+        parameters: String,
+        /// The chat template, in Jinja.
+        template: String,
+        details: OllamaDetails,
+        /// Values by the names of GGUF's keys.
+        #[schema(value_type = HashMap<String, Value>)]
+        model_info: BTreeMap<String, Value>,
+        capabilities: Vec<&'static str>,
+        modified_at: String,
+    }
+}
+
+/// The body of `/api/show`.
+#[derive(Debug, Deserialize, ToSchema)]
+pub(in crate::api) struct OllamaShowRequest {
+    /// A name that `/api/tags` lists; if absent or empty, the served model.
+    model: Option<String>,
+    /// The older name of `model`.
+    name: Option<String>,
+}
+
+/// Returns the version of Ollama's API.
+#[utoipa::path(
+    get,
+    path = "/api/version",
+    operation_id = "ollamaVersion",
+    tag = "Ollama",
+    responses((status = 200, description = "The version.", body = OllamaVersion), OllamaAuthErrors),
+)]
+pub(in crate::api) async fn version() -> Json<OllamaVersion> {
+    Json(OllamaVersion { version: VERSION })
+}
+
+/// Lists the models, in Ollama's format.
+#[utoipa::path(
+    get,
+    path = "/api/tags",
+    operation_id = "ollamaTags",
+    tag = "Ollama",
+    responses((status = 200, description = "The list.", body = OllamaModels), OllamaAuthErrors),
+)]
+pub(in crate::api) async fn tags(State(server): State<Arc<Server>>) -> Json<OllamaModels> {
+    let card = server.card();
+    let model = |name: &str| OllamaModel {
+        name: tagged(name),
+        model: tagged(name),
+        modified_at: modified(&card),
+        size: card.bytes,
+        digest: card.digest.clone(),
+        details: details(&server, &card),
+        capabilities: capabilities(&card),
+    };
+    Json(OllamaModels { models: server.model_names().map(model).collect() })
+}
+
+/// Lists the loaded models, in Ollama's format.
+#[utoipa::path(
+    get,
+    path = "/api/ps",
+    operation_id = "ollamaRunning",
+    tag = "Ollama",
+    responses((status = 200, description = "The list.", body = OllamaRunning), OllamaAuthErrors),
+)]
+pub(in crate::api) async fn running(State(server): State<Arc<Server>>) -> Json<OllamaRunning> {
+    let engine = server.engine().filter(|engine| engine.state() == EngineState::Ready);
+    let models = engine.map(|engine| {
+        let card = server.card();
+        let idle = engine.signs().last.map_or(Duration::ZERO, |last| last.elapsed());
+        let left = engine.kept_for().map_or(FOREVER, |kept| kept.saturating_sub(idle));
+        let placements = server.report().map_or(&[][..], |report| &report.device.placements);
+        OllamaRunningModel {
+            name: tagged(&server.model_id),
+            model: tagged(&server.model_id),
+            size: card.bytes,
+            digest: card.digest.clone(),
+            details: details(&server, &card),
+            expires_at: date_after(left),
+            size_vram: placements.iter().map(|placed| placed.bytes).sum(),
+            context_length: engine.limits().max_context,
+        }
+    });
+    Json(OllamaRunning { models: models.into_iter().collect() })
+}
+
+post_route! {
+    /// Describes a model, in Ollama's format.
+    "/api/show", "ollamaShow", "Ollama",
+    OllamaShowRequest => (description = "The model.", body = OllamaShown), OllamaErrors,
+    show(server, client: Client, body) -> Json<OllamaShown> {
+        let read = exchange::process_body(&server, &client, body, |server, body| {
+            let OllamaShowRequest { model, name } = wire::body(body)?;
+            server.serves(wire::named(model.or(name)).as_deref())
+        });
+        read.await?;
+        let card = server.card();
+        let details = details(&server, &card);
+        let arch = &card.architecture;
+        let of_arch = |key: &str, value: usize| (format!("{arch}.{key}"), json!(value));
+        let model_info = BTreeMap::from([
+            ("general.architecture".to_owned(), json!(arch)),
+            ("general.basename".to_owned(), json!(server.model_id)),
+            ("general.parameter_count".to_owned(), json!(card.parameters)),
+            of_arch("context_length", details.context_length),
+            of_arch("embedding_length", card.hidden_size),
+            of_arch("block_count", card.layers),
+            of_arch("vocab_size", card.vocab_size),
+        ]);
+        Ok(Json(OllamaShown {
+            modelfile: "",
+            parameters: parameters(&server, details.context_length),
+            template: card.template.clone(),
+            details,
+            model_info,
+            capabilities: capabilities(&card),
+            modified_at: modified(&card),
+        }))
+    }
+}
+
+/// The defaults of `options`.
+fn parameters(server: &Server, context: usize) -> String {
+    let mut lines = vec![format!("num_ctx  {context}")];
+    if let Some(service) = server.service.get() {
+        let params = service.sampling_params(&Default::default());
+        lines.push(format!("temperature  {}", params.temperature));
+        lines.push(format!("top_k  {}", params.top_k));
+        lines.push(format!("top_p  {}", params.top_p));
+        lines.push(format!("min_p  {}", params.min_p));
+        lines.push(format!("repeat_penalty  {}", params.repetition_penalty));
+    }
+    lines.join("\n")
+}
+
+fn details(server: &Server, card: &ModelCard) -> OllamaDetails {
+    OllamaDetails {
+        parent_model: "",
+        format: card.format.clone(),
+        family: card.architecture.clone(),
+        families: [card.architecture.clone()],
+        parameter_size: parameter_size(card.parameters),
+        quantization_level: card.quantization.clone(),
+        // A model that was not loaded yet may get a smaller context.
+        context_length: server.engine().map_or(card.context, |engine| engine.limits().max_context),
+        embedding_length: card.hidden_size,
+    }
+}
+
+/// Such as `135M` and `27.4B`.
+fn parameter_size(parameters: u64) -> String {
+    match parameters as f64 {
+        n if n >= 1e9 => format!("{:.1}B", n / 1e9),
+        n => format!("{:.1}M", n / 1e6),
+    }
+}
+
+fn capabilities(card: &ModelCard) -> Vec<&'static str> {
+    let thinking = card.can_think.then_some("thinking");
+    ["completion", "tools"].into_iter().chain(thinking).collect()
+}
+
+fn modified(card: &ModelCard) -> String {
+    let modified = card.modified.unwrap_or(SystemTime::UNIX_EPOCH);
+    jiff::Timestamp::try_from(modified).unwrap_or_default().to_string()
+}
