@@ -61,9 +61,10 @@ pub(in crate::api) async fn embed_texts(
         while in_progress.len() < AT_ONCE
             && let Some(ids) = inputs.peek()
         {
-            let (client, priority) = (caller.id(), purpose.priority);
-            let request =
-                Request { client, priority, keep_alive, pooling: true, ..Request::new(ids.clone()) };
+            let (ids, client, priority) = (ids.clone(), caller.id(), purpose.priority);
+            // The model must not be unloaded between two texts.
+            let keep_alive = if inputs.len() > 1 { KeepAlive::Configured } else { keep_alive };
+            let request = Request { client, priority, keep_alive, pooling: true, ..Request::new(ids) };
             match service.engine().submit(request) {
                 Ok(events) => {
                     in_progress.push_back(embedding(events, server.metrics.follow(1, caller.client.arrived)))

@@ -134,7 +134,7 @@ pub(in crate::api) trait Format: Sized + Send + 'static {
         request: &GenerateRequest,
     ) -> Result<(Prompts, Self), ApiError>;
 
-    /// Waits until the engine can get the prompts.
+    /// Waits until the reply can begin.
     fn ready(&self, _: &Service) -> impl Future<Output = Result<(), ApiError>> + Send {
         async { Ok(()) }
     }
@@ -194,7 +194,6 @@ pub(in crate::api) async fn answer<F: Format>(
     });
     let (arriving, (service, prompts, format, stream, purpose, cache_salt)) = prepared.await?;
     tracing::debug!(class = purpose.class(), task = purpose.task, "prepared");
-    format.ready(&service).await?;
     let seed = prompts.first().map_or(0, |(engine, _)| engine.seed);
     let salt = salt_of(server, client.id, cache_salt.as_deref());
     let mut answers = Answers { prompt_only: format.is_prompt_only(), ..Answers::default() };
@@ -208,6 +207,7 @@ pub(in crate::api) async fn answer<F: Format>(
     }
     server.metrics.taken(purpose);
     drop(arriving); // from here on, the engine's queue is the limit
+    format.ready(&service).await?;
     let head = Head {
         id: new_id(F::ID_PREFIX),
         created: unix_time_s(),

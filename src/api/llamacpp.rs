@@ -59,7 +59,7 @@ pub(in crate::api) async fn models(State(server): State<Arc<Server>>) -> Json<Mo
 post_route! {
     /// Loads the model if it is unloaded, and waits until it is loaded. The first load is not awaited.
     "/models/load", "loadModel", "llama.cpp",
-    NamedModel => (description = "The model is loaded.", body = Done), BodyErrors,
+    NamedModel => (description = "The model is loaded, or the first load is in progress.", body = Done), BodyErrors,
     load(server, client: Client, body) -> Json<Done> {
         match named_model(&server, &client, body).await {
             // The first load is in progress.

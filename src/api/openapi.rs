@@ -250,7 +250,9 @@ pub(in crate::api) enum OllamaAuthErrors {}
 
 impl IntoResponses for OllamaAuthErrors {
     fn responses() -> Refusals {
-        auth_errors::<OllamaError>()
+        let mut all = auth_errors::<OllamaError>();
+        all.extend(refusals::<OllamaError, _>([(503, "The model's files are not read yet.")]));
+        all
     }
 }
 

@@ -64,7 +64,7 @@ const ELSEWHERE: [(&[&str], &str); 24] = [
     (&["/ping"], "GET /live says whether the server runs, and GET /health whether it can answer"),
     (
         &["/sleep", "/wake_up", "/is_sleeping"],
-        "with engine.idle_unload_s the server unloads an idle model, and the next request loads it again",
+        "POST /models/unload unloads the model, and POST /models/load or the next request loads it again",
     ),
     (
         &["/reset_prefix_cache"],

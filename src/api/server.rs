@@ -13,7 +13,7 @@ use crate::api::http::fair_semaphore::FairSemaphore;
 use crate::api::http::listen::Open as OpenConnections;
 use crate::api::http::wrong_keys::WrongKeys;
 use crate::api::ids::unix_time_s;
-use crate::api::names::untagged;
+use crate::api::names::{tagged, untagged};
 use crate::api::openai::responses::store::Responses as StoredResponses;
 use crate::api::report::{ModelCard, ModelReport};
 use crate::api::wire::short;
@@ -177,9 +177,9 @@ impl Server {
         assert!(self.card.set(card).is_ok(), "the model was opened twice");
     }
 
-    /// What is known of the model's files.
-    pub(in crate::api) fn card(&self) -> ModelCard {
-        self.card.get().cloned().unwrap_or_default()
+    /// What is known of the model's files, once they are read.
+    pub(in crate::api) fn card(&self) -> Result<&ModelCard, ApiError> {
+        self.card.get().ok_or(ApiError::Loading)
     }
 
     /// Sets the length of the engine's queue, now or when the engine exists.
@@ -230,6 +230,13 @@ impl Server {
     pub(in crate::api) fn model_names(&self) -> impl Iterator<Item = &str> {
         let aliases = self.model_aliases.iter().filter(|alias| **alias != self.model_id);
         std::iter::once(&self.model_id).chain(aliases).map(String::as_str)
+    }
+
+    /// The name of Ollama's lists that answers to a request with this name repeat.
+    pub(in crate::api) fn tagged_name(&self, asked: Option<&str>) -> String {
+        let is_listed =
+            |asked: &&str| self.model_names().any(|name| name == *asked || name == untagged(asked));
+        asked.filter(is_listed).map_or_else(|| tagged(&self.model_id), str::to_owned)
     }
 
     /// Refuses a `model` that is not served. `None` is always accepted.

@@ -2,6 +2,7 @@
 
 use serde::Deserialize;
 use serde::de::IgnoredAny;
+use serde_json::value::RawValue;
 use serde_json::{Map, Value, json};
 use utoipa::openapi::RefOr;
 use utoipa::openapi::schema::{ObjectBuilder, Schema, Type};
@@ -12,7 +13,7 @@ use crate::api::ids::new_id;
 use crate::api::wire::bounded::ToolName;
 use crate::api::wire::{field, required, short};
 use crate::session::{Conversation, Tool, ToolChoice, Tools};
-use crate::text::CallPiece;
+use crate::text::{CallPiece, whole_parameters};
 
 /// The JSON schema of a tool's parameters, which are an object.
 #[derive(Debug, Clone, PartialEq, Deserialize)]
@@ -154,6 +155,17 @@ impl PartialCall {
             Self::push(&mut calls, piece);
             calls
         })
+    }
+
+    /// The arguments as JSON in one line. A call that was cut has the complete part of them.
+    pub(in crate::api) fn whole_arguments(&self) -> Result<Box<RawValue>, ApiError> {
+        let json = match self.is_complete() {
+            true => self.arguments.clone(),
+            false => whole_parameters(&self.arguments),
+        };
+        // JSON has line ends only between its tokens. Clients that read one object from each line need one line.
+        let json = json.replace(['\n', '\r'], " ");
+        RawValue::from_string(json).map_err(|e| ApiError::Bug(format!("the arguments of a call: {e}")))
     }
 
     /// Whether the arguments are complete, and not cut by the end of the answer.

@@ -7,7 +7,7 @@ use std::sync::mpsc::{SyncSender, TrySendError, sync_channel};
 use std::sync::{Arc, Condvar, Mutex, OnceLock};
 use std::task::{Context, Poll, ready};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use tokio::sync::mpsc as events;
 
@@ -17,7 +17,7 @@ use super::error::{EngineError, SubmitError};
 use super::request::{EVENTS, KeepAlive, MAX_QUEUE, Request};
 use super::scheduler::SchedulerConfig;
 use super::sequence::Sequence;
-use super::shared::{EngineState, Permit, Shared, Signs, Stats};
+use super::shared::{EngineState, Permit, Shared, Signs, Stats, Unload};
 use super::step_loop::{EndGuard, Message, StepLoop, Submitted};
 use super::supervised::SupervisedRunner;
 use crate::config::Courtesy;
@@ -77,7 +77,8 @@ impl Engine {
             stats: Mutex::new(Stats::default()),
             signs: Mutex::new(Signs::default()),
             state: Mutex::new(EngineState::default()),
-            kept_for: Mutex::new(None),
+            unload: Mutex::default(),
+            unload_now: AtomicBool::new(false),
             courtesy: Mutex::new(Courtesy::NONE),
             probe: AtomicBool::new(false),
             next_id: AtomicU64::new(0),
@@ -258,15 +259,23 @@ impl EngineHandle {
         self.send(Message::Load(keep_alive, loaded)).map(|()| result)
     }
 
-    /// Unloads the model as soon as the engine is idle, if no request arrives before that, and if the engine can load the
-    /// model again. The next request loads it again.
+    /// Unloads the model as soon as the engine is idle, if the engine can load it again. The next request does that.
     pub fn unload(&self) -> Result<(), SubmitError> {
-        self.send(Message::Unload)
+        self.health()?;
+        // Only the first call sends a message, because the places of the inbox are for requests.
+        if !self.shared.unload_now.swap(true, Ordering::AcqRel) {
+            let _ = self.inbox.try_send(Message::Wake);
+        }
+        Ok(())
     }
 
-    /// How long the engine must be idle before it unloads the model. `None` = never.
+    /// How long the model stays loaded if no request arrives. `None` = it is not unloaded.
     pub fn kept_for(&self) -> Option<Duration> {
-        *self.shared.kept_for.lock().expect("nothing panics under this lock")
+        match *self.shared.unload.lock().expect("nothing panics under this lock") {
+            Unload::Never => None,
+            Unload::After(time) => Some(time),
+            Unload::At(time) => Some(time.saturating_duration_since(Instant::now())),
+        }
     }
 
     fn send(&self, message: Message) -> Result<(), SubmitError> {

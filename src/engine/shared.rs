@@ -59,6 +59,16 @@ pub enum EngineState {
     Lost,
 }
 
+/// When the engine unloads the model if no request arrives.
+#[derive(Debug, Clone, Copy, Default)]
+pub(super) enum Unload {
+    #[default]
+    Never,
+    /// So long after the end of the requests that run now.
+    After(Duration),
+    At(Instant),
+}
+
 /// The kind of work that the engine gives the device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum DeviceTask {
@@ -84,8 +94,9 @@ pub(super) struct Shared {
     pub(super) stats: Mutex<Stats>,
     pub(super) signs: Mutex<Signs>,
     pub(super) state: Mutex<EngineState>,
-    /// How long the engine must be idle before it unloads the model. `None` = never.
-    pub(super) kept_for: Mutex<Option<Duration>>,
+    pub(super) unload: Mutex<Unload>,
+    /// Whether an unload was requested.
+    pub(super) unload_now: AtomicBool,
     /// The share of the device's time that the next steps may take.
     pub(super) courtesy: Mutex<Courtesy>,
     /// Whether a probe was requested and has not begun.
@@ -113,8 +124,8 @@ impl Shared {
         *self.signs.lock().expect("nothing panics under this lock") = signs;
     }
 
-    pub(super) fn set_kept_for(&self, time: Option<Duration>) {
-        *self.kept_for.lock().expect("nothing panics under this lock") = time;
+    pub(super) fn set_unload(&self, unload: Unload) {
+        *self.unload.lock().expect("nothing panics under this lock") = unload;
     }
 
     pub(super) fn courtesy(&self) -> Courtesy {

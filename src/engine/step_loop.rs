@@ -15,7 +15,7 @@ use super::pace::Pace;
 use super::request::KeepAlive;
 use super::scheduler::{Output, Scheduler, SchedulerConfig, SequenceShare, Step};
 use super::sequence::{Sequence, SequenceId};
-use super::shared::{DeviceTask, EngineState, Shared, Stats};
+use super::shared::{DeviceTask, EngineState, Shared, Stats, Unload};
 use super::supervised::SupervisedRunner;
 use crate::model::{Runner, RunnerError, Ticket};
 
@@ -26,10 +26,8 @@ pub(super) struct Submitted {
 
 pub(super) enum Message {
     Submit(Box<Submitted>),
-    /// Loads the model if it is unloaded, and then sends the result.
+    /// Loads the model if it is unloaded, and sends a message when it is loaded.
     Load(KeepAlive, events::Sender<()>),
-    /// Unloads the model as soon as the engine is idle.
-    Unload,
     /// Makes the thread read the flags of [`Shared`].
     Wake,
 }
@@ -93,7 +91,6 @@ impl StepLoop {
             shared,
             stats: Stats::default(),
         };
-        new.shared.set_kept_for(new.runner.kept_for());
         new.publish();
         new
     }
@@ -199,6 +196,7 @@ impl StepLoop {
         match self.runner.start(&self.shared.aborted) {
             Ok(()) => {
                 self.last_done = Instant::now();
+                self.publish_unload();
                 self.shared.set_state(EngineState::Ready);
                 self.shared.set_finished();
                 true
@@ -223,7 +221,19 @@ impl StepLoop {
 
     fn set_keep_alive(&mut self, keep_alive: KeepAlive) {
         self.runner.set_keep_alive(keep_alive);
-        self.shared.set_kept_for(self.runner.kept_for());
+        self.publish_unload();
+    }
+
+    /// Publishes when the model is unloaded, while the engine works or is about to.
+    fn publish_unload(&self) {
+        self.shared.set_unload(self.runner.idle_unload().map_or(Unload::Never, Unload::After));
+    }
+
+    /// Carries out a request to unload the model, after the messages that came before it.
+    fn take_unload(&mut self) {
+        if self.shared.unload_now.swap(false, Ordering::AcqRel) {
+            self.set_keep_alive(KeepAlive::For(Duration::ZERO));
+        }
     }
 
     fn is_idle(&self) -> bool {
@@ -245,7 +255,11 @@ impl StepLoop {
                 // If a request waits already, the span of energy continues.
                 let message = self.messages.try_recv().or_else(|_| {
                     self.ledger.end_span();
-                    match self.runner.idle_unload() {
+                    self.take_unload();
+                    let idle_unload = self.runner.idle_unload();
+                    let at = idle_unload.and_then(|time| self.last_done.checked_add(time));
+                    self.shared.set_unload(at.map_or(Unload::Never, Unload::At));
+                    match idle_unload {
                         None => self.messages.recv().map_err(|_| RecvTimeoutError::Disconnected),
                         Some(most) => {
                             self.messages.recv_timeout(most.saturating_sub(self.last_done.elapsed()))
@@ -263,7 +277,10 @@ impl StepLoop {
             } else {
                 match self.messages.try_recv() {
                     Ok(message) => message,
-                    Err(_) => return !self.is_idle(),
+                    Err(_) => {
+                        self.take_unload();
+                        return !self.is_idle();
+                    }
                 }
             };
             match message {
@@ -282,7 +299,6 @@ impl StepLoop {
                         return true;
                     }
                 }
-                Message::Unload => self.set_keep_alive(KeepAlive::For(Duration::ZERO)),
                 Message::Wake => {}
             }
         }
@@ -486,6 +502,7 @@ impl StepLoop {
         }
         self.publish();
         self.answers.drain().for_each(|(_, answer)| answer.fail(error.clone()));
+        self.loads.clear();
         while let Ok(message) = self.messages.try_recv() {
             if let Message::Submit(submitted) = message {
                 submitted.answers.into_iter().for_each(|answer| answer.fail(error.clone()));

@@ -15,9 +15,9 @@ pub(super) struct SupervisedRunner {
     /// `None` while the model is unloaded or is being loaded.
     runner: Option<Box<dyn Runner>>,
     factory: Option<Box<dyn RunnerFactory>>,
-    /// How long the engine must be idle before it unloads the model, after a request without a wish. `None` = never.
+    /// How long the engine must be idle before it unloads the model, after a request without `keep_alive`. `None` = never.
     idle_unload: Option<Duration>,
-    /// The wish of the last request.
+    /// The `keep_alive` of the last request or command.
     keep_alive: KeepAlive,
     limits: Limits,
     has_draft: bool,
@@ -76,17 +76,12 @@ impl SupervisedRunner {
 
     /// How long the engine must be idle before it unloads the model. `None` = never.
     pub(super) fn idle_unload(&self) -> Option<Duration> {
-        self.kept_for().filter(|_| self.runner.is_some())
-    }
-
-    /// The same, also while the model is unloaded.
-    pub(super) fn kept_for(&self) -> Option<Duration> {
         let wanted = match self.keep_alive {
             KeepAlive::Configured => self.idle_unload,
             KeepAlive::For(time) => Some(time),
             KeepAlive::Forever => None,
         };
-        wanted.filter(|_| self.factory.is_some())
+        wanted.filter(|_| self.runner.is_some() && self.factory.is_some())
     }
 
     /// Changes what [`Self::idle_unload`] returns, until the next request.

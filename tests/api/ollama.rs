@@ -5,7 +5,7 @@ use axum::http::Request;
 use serde_json::{Value, json};
 
 use crate::support::app::{
-    App, FamilyText, MODEL, app_that_says, app_that_shows_its_prompt, prompt_ids, recorded,
+    App, FamilyText, MODEL, OPTIONS, app_that_says, app_that_shows_its_prompt, prompt_ids, recorded,
 };
 use crate::support::fake_runner::says;
 use crate::support::http::{get, post_to, send, send_json};
@@ -98,6 +98,8 @@ async fn options_limit_and_end_an_answer() {
         (json!({"temperature": -1}), "options.temperature"),
         (json!({"stop": [""]}), "options.stop[0]"),
         (json!({"num_ctx": "8k"}), "options.num_ctx"),
+        // The nearest float of -2^63 - 1 is -2^63.
+        (json!({"seed": -9_223_372_036_854_775_809f64}), "options.seed"),
     ] {
         let (status, error) = refusal(&app, "/api/chat", of(options)).await;
         assert!(status == 400 && error.starts_with(field), "{status} {error}");
@@ -124,7 +126,7 @@ async fn a_long_conversation_loses_its_first_turns() {
     let first = prompt.find("Question number").expect("a question");
     assert!(!prompt[..first].contains("Answer number"), "a turn begins with its question: {prompt}");
     let (status, error) = refusal(&app, "/api/chat", with(body, json!({"truncate": false}))).await;
-    assert!(status == 400 && error.contains("num_ctx"), "{error}");
+    assert!(status == 400 && error.starts_with("the prompt is too long"), "{error}");
 }
 
 #[tokio::test]
@@ -179,6 +181,53 @@ fn tool() -> Value {
     json!({"type": "function", "function": {"name": "weather", "description": "Tells.", "parameters": place}})
 }
 
+/// A model may write line ends between the tokens of its arguments, and be cut within a call.
+#[tokio::test]
+async fn a_call_is_one_line_also_if_it_is_written_in_several_or_cut() {
+    let family = FamilyText::new("qwen");
+    let id = |name: &str| family.tokenizer.token_id(name).expect("a control token");
+    let call = "\n{\"name\": \"weather\", \"arguments\": {\n  \"city\":\n \"Paris\"\n}}\n";
+    let ids = [&[id("<tool_call>")][..], &family.plain(call), &[id("</tool_call>")]].concat();
+    let app = family.app(says(&ids, family.end()));
+    let ask = |most: usize| {
+        let more = json!({"tools": [tool()], "think": false, "options": {"num_predict": most}});
+        with(chat("Weather?"), more)
+    };
+    for most in 1..=ids.len() {
+        let all = lines(&app, "/api/chat", ask(most)).await;
+        let found: Vec<&Value> =
+            all.iter().filter_map(|line| line.pointer("/message/tool_calls/0")).collect();
+        assert!(found.iter().all(|call| call["function"]["arguments"].is_object()), "{most}: {all:?}");
+        if most == ids.len() {
+            assert_eq!(found[0]["function"]["arguments"], json!({"city": "Paris"}), "{all:?}");
+        }
+    }
+}
+
+/// An empty message at the end is no beginning of an answer.
+#[tokio::test]
+async fn the_assistants_last_message_is_continued_unless_it_is_empty() {
+    let (app, seen) = app_that_shows_its_prompt("Yes.");
+    for (last, expected) in [("", "<start_of_turn>model\n"), ("Well", "<start_of_turn>model\nWell")] {
+        let messages = json!([{"role": "user", "content": "Hi"}, {"role": "assistant", "content": last}]);
+        whole(&app, "/api/chat", json!({"model": NAME, "messages": messages})).await;
+        let prompt = tokenizer().decode(&seen.lock().unwrap(), false);
+        assert!(prompt.ends_with(expected), "{prompt:?}");
+    }
+}
+
+/// Before the files are read, a list must not invent anything.
+#[tokio::test]
+async fn lists_wait_for_the_files_of_the_model() {
+    let loading = unicorn::api::router(unicorn::api::Server::new(MODEL, OPTIONS, Default::default()));
+    for request in [get("/api/tags"), post_to("/api/show", "{}")] {
+        let (status, _, answer) = send_json(&loading, request).await;
+        assert!(status == 503 && answer["error"].is_string(), "{answer}");
+    }
+    let (_, _, running) = send_json(&loading, get("/api/ps")).await;
+    assert_eq!(running, json!({"models": []}));
+}
+
 /// Home Assistant reads a whole call from one line, and sends results without names and ids.
 #[tokio::test]
 async fn calls_are_whole_objects_and_their_results_need_no_id() {
@@ -217,8 +266,15 @@ async fn calls_are_whole_objects_and_their_results_need_no_id() {
     let order = ["Paris", "Rome", "Sun in Paris", "Rain in Rome"]
         .map(|text| prompt.find(text).expect("in the prompt"));
     assert!(order.is_sorted(), "{prompt}");
+    // Home Assistant cuts old messages off, here the call of a result.
+    let cut = json!([
+        {"role": "tool", "content": "Snow"}, {"role": "user", "content": "And?"},
+        {"role": "tool", "content": "Hail", "tool_call_id": "gone"}, {"role": "user", "content": "So?"},
+    ]);
+    whole(&app, "/api/chat", with(chat(""), json!({"messages": cut, "think": false}))).await;
+    let prompt = family.tokenizer.decode(&seen.lock().unwrap(), false);
+    assert!(prompt.contains("And?") && !prompt.contains("Snow") && !prompt.contains("Hail"), "{prompt}");
     for (message, field) in [
-        (json!({"role": "tool", "content": "Snow"}), "messages[1]"),
         (json!({"role": "robot", "content": "Snow"}), "messages[1].role"),
         (json!({"role": "user", "content": "Look", "images": ["AAAA"]}), "messages[1].images"),
     ] {
@@ -297,8 +353,12 @@ async fn embeddings_are_those_of_the_other_route() {
         whole(&app, "/api/embed", json!({"model": NAME, "input": ["Some text", "a ".repeat(900)]})).await;
     assert_eq!(two["embeddings"].as_array().expect("a list").len(), 2, "the long text is cut");
     assert_eq!(two["embeddings"][0], one["embeddings"][0]);
-    let none = whole(&app, "/api/embed", json!({"model": NAME, "input": []})).await;
-    assert_eq!(none["embeddings"], json!([]));
+    for input in [json!([]), json!(""), json!(null)] {
+        let none = whole(&app, "/api/embed", json!({"model": NAME, "input": input})).await;
+        assert_eq!(none["embeddings"], json!([]), "{input}");
+    }
+    let (status, error) = refusal(&app, "/api/embed", json!({"model": NAME, "input": ["a", ""]})).await;
+    assert!(status == 400 && error.starts_with("input[1]"), "{error}");
     let long = json!({"model": NAME, "input": "a ".repeat(900), "truncate": false});
     assert_eq!(refusal(&app, "/api/embed", long).await.0, 400);
     let (status, error) =
@@ -320,7 +380,15 @@ async fn lists_have_what_clients_read() {
     assert!(numbers.len() == 3 && numbers > vec![0, 6, 4], "{version}");
     let tags = list("/api/tags").await;
     let model = &tags["models"][0];
-    assert_eq!((&model["name"], &model["model"]), (&json!(NAME), &json!(NAME)), "{tags}");
+    let expected = json!({
+        "name": NAME, "model": NAME, "modified_at": "2027-01-15T08:00:00Z", "size": 14_000_000_000u64,
+        "digest": "0123456789abcdef".repeat(4), "capabilities": ["completion", "tools"],
+        "details": {
+            "parent_model": "", "format": "safetensors", "family": "gemma3", "families": ["gemma3"],
+            "parameter_size": "27.4B", "quantization_level": "int4-g128", "context_length": 600, "embedding_length": 3,
+        },
+    });
+    assert_eq!(*model, expected);
     let running = list("/api/ps").await;
     let ends: jiff::Timestamp =
         running["models"][0]["expires_at"].as_str().expect("a time").parse().expect("RFC 3339");
@@ -335,8 +403,14 @@ async fn lists_have_what_clients_read() {
             "{shown}"
         );
         let info = shown["model_info"].as_object().expect("never null");
-        let arch = info["general.architecture"].as_str().expect("a text");
-        assert_eq!(info[&format!("{arch}.context_length")], 600, "{shown}");
+        assert_eq!(
+            (&info["general.architecture"], &info["gemma3.context_length"]),
+            (&json!("gemma3"), &json!(600))
+        );
+        assert!(
+            shown["template"].as_str().is_some_and(|template| template.contains("start_of_turn")),
+            "{shown}"
+        );
         let parameters = shown["parameters"].as_str().expect("a text");
         assert!(
             parameters.lines().any(|line| line.split_whitespace().eq(["num_ctx", "600"])),

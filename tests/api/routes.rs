@@ -66,7 +66,7 @@ const ELSEWHERE: [(&str, &str); 37] = [
     ("/v1/load_lora_adapter", "adapter"),
     ("/version", "GET /status"),
     ("/ping", "GET /health"),
-    ("/sleep", "engine.idle_unload_s"),
+    ("/sleep", "POST /models/unload"),
     ("/reset_prefix_cache", "cache_salt"),
     ("/v1/audio/transcriptions", "POST /v1/chat/completions"),
     ("/v1/images/generations", "POST /v1/chat/completions"),

@@ -104,6 +104,12 @@ def ollama_unloads_and_loads_the_model(server):
     (running,) = client(server).ps().models
     left = running.expires_at.timestamp() - time.time()
     assert 200 < left <= 300, running
+    # All texts of a request are embedded before its `keep_alive` counts.
+    assert len(client(server).embed(model=name(server), input=["a"] * 20, keep_alive=0).embeddings) == 20
+    until = time.monotonic() + UNLOAD_SECONDS
+    while client(server).ps().models:
+        assert time.monotonic() < until, "the model is not unloaded"
+        time.sleep(0.05)
     client(server).generate(model=name(server), keep_alive=-1)
     (running,) = client(server).ps().models
     assert running.expires_at.timestamp() - time.time() > 1e9, running

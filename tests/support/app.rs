@@ -2,11 +2,11 @@
 
 use std::fs;
 use std::sync::{Arc, Mutex, Once};
-use std::time::Duration;
+use std::time::{Duration, UNIX_EPOCH};
 
 use axum::Router;
 use serde_json::{Value, json};
-use unicorn::api::{self, AccessPolicy, Options, Server};
+use unicorn::api::{self, AccessPolicy, ModelCard, Options, Server};
 use unicorn::engine::{Engine, EngineConfig, EngineHandle};
 use unicorn::model::{Limits, SamplingOptions};
 use unicorn::session::Service;
@@ -117,8 +117,28 @@ fn loaded_as(
     let (runner, control) = FakeRunner::new(limits, script);
     let engine = Engine::start(runner, EngineConfig { queue, ..EngineConfig::default() });
     let calls = CallFormat::of(&template, &tokenizer);
+    server.set_card(card(&tokenizer, &template));
     server.set_ready(Service::new(engine.clone(), tokenizer, template, calls, defaults, stops));
     App { router: api::router(Arc::clone(&server)), server, engine, control }
+}
+
+/// What the files of the scripted model say about it.
+fn card(tokenizer: &Tokenizer, template: &ChatTemplate) -> ModelCard {
+    ModelCard {
+        format: "safetensors".into(),
+        architecture: "gemma3".into(),
+        parameters: 27_432_406_640,
+        quantization: "int4-g128".into(),
+        bytes: 14_000_000_000,
+        modified: Some(UNIX_EPOCH + Duration::from_secs(1_800_000_000)),
+        digest: "0123456789abcdef".repeat(4),
+        context: 131_072,
+        hidden_size: 3,
+        layers: 62,
+        vocab_size: tokenizer.vocab_size(),
+        template: template.source().to_owned(),
+        can_think: tokenizer.thought_tokens().is_some(),
+    }
 }
 
 /// A family of models, with its tokenizer and template.

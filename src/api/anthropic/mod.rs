@@ -31,7 +31,7 @@ use crate::api::wire::reply::{Assistant, replies};
 use crate::api::wire::union::{Events, words};
 use crate::engine::{ClientId, Timings};
 use crate::session::{Delta, GenerateRequest, Reason, Service};
-use crate::text::{CallPiece, whole_parameters};
+use crate::text::CallPiece;
 
 /// The header in which Anthropic's clients expect a request's id.
 const ANTHROPIC_REQUEST_ID: HeaderName = HeaderName::from_static("request-id");
@@ -230,17 +230,14 @@ impl Block {
         Self::Thinking { thinking, signature: String::new() }
     }
 
-    /// The block of a tool call; `json` is the call's input.
-    fn tool_use(id: String, name: String, json: String) -> Result<Self, ApiError> {
-        let input =
-            RawValue::from_string(json).map_err(|e| ApiError::Bug(format!("the input of a tool: {e}")))?;
-        Ok(Self::ToolUse { id, name, input })
+    fn tool_use(id: String, name: String, input: Box<RawValue>) -> Self {
+        Self::ToolUse { id, name, input }
     }
 
-    /// The block of a call in an answer that is not streamed. A call that was cut has the complete part of its input.
+    /// The block of a call in an answer that is not streamed.
     fn from_call(call: PartialCall) -> Result<Self, ApiError> {
-        let json = if call.is_complete() { call.arguments } else { whole_parameters(&call.arguments) };
-        Self::tool_use(format!("{TOOL_ID_PREFIX}{}", call.id), call.name, json)
+        let input = call.whole_arguments()?;
+        Ok(Self::tool_use(format!("{TOOL_ID_PREFIX}{}", call.id), call.name, input))
     }
 }
 
@@ -363,7 +360,8 @@ impl Format for MessageFormat {
         for call in delta.calls {
             match call {
                 CallPiece::Name { name, .. } => {
-                    let block = Block::tool_use(new_id(TOOL_ID_PREFIX), name, "{}".to_owned())?;
+                    let nothing = PartialCall::new(name.clone()).whole_arguments()?;
+                    let block = Block::tool_use(new_id(TOOL_ID_PREFIX), name, nothing);
                     events.extend(self.open(BlockKind::ToolUse, block));
                 }
                 CallPiece::Parameters { json, .. } => {

@@ -13,18 +13,18 @@ use utoipa::ToSchema;
 use super::fields::AnswerForm;
 use crate::api::error::ApiError;
 use crate::api::exchange::{self, Format, Parsed, Prompts, Reply, json_text};
-use crate::api::names::tagged;
 use crate::api::openai::logprobs::TokenLogprob;
 use crate::api::server::Server;
 use crate::api::tools::PartialCall;
 use crate::api::wire::reply::{Function, replies};
-use crate::engine::{ClientId, KeepAlive, Request, Timings};
+use crate::engine::{ClientId, KeepAlive, Request, SubmitError, Timings};
 use crate::session::{AnswerText, Delta, GenerateRequest, Reason, Service};
-use crate::text::whole_parameters;
 
 /// One of the two routes.
 pub(in crate::api) trait Route: Sized + Send + 'static {
     const PROMPT: &'static str;
+    /// Whether the last line has the ids of prompt and answer.
+    const HAS_IDS: bool;
     /// What the route keeps of the body, apart from the shared fields.
     type Prompt: Send + Sync;
     /// An object of the reply.
@@ -36,7 +36,6 @@ pub(in crate::api) trait Route: Sized + Send + 'static {
     /// Makes the prompt. `most` is the number of tokens that prompt and answer may have together.
     fn prepare(
         prompt: &Self::Prompt,
-        form: &AnswerForm,
         service: &Service,
         request: &GenerateRequest,
         most: usize,
@@ -67,7 +66,7 @@ pub(in crate::api) struct AnswerFormat<R: Route> {
 /// What all lines of a reply begin with.
 #[derive(Clone, Serialize, ToSchema)]
 pub(in crate::api) struct LineHead {
-    /// The model's name as the request has it.
+    /// The model's name as the request has it, if a list has that name, too.
     model: String,
     /// When the line was written, in RFC 3339.
     created_at: String,
@@ -129,7 +128,7 @@ enum DoneReason {
     Unload,
 }
 
-fn nanoseconds(time: Duration) -> u64 {
+pub(super) fn nanoseconds(time: Duration) -> u64 {
     time.as_nanos().try_into().unwrap_or(u64::MAX)
 }
 
@@ -164,13 +163,8 @@ fn unloads(keep_alive: KeepAlive) -> bool {
 }
 
 impl OllamaCall {
-    /// The call with its complete parameters: those of a call that was cut lack the rest.
     fn new(index: usize, call: &PartialCall) -> Result<Self, ApiError> {
-        let json = match call.is_complete() {
-            true => call.arguments.clone(),
-            false => whole_parameters(&call.arguments),
-        };
-        let arguments = RawValue::from_string(json).map_err(|e| ApiError::Bug(format!("a call: {e}")))?;
+        let arguments = call.whole_arguments()?;
         let function = OllamaCalledFunction { index, name: call.name.clone(), arguments };
         Ok(Self { id: format!("call_{}", call.id), r#type: Function::Function, function })
     }
@@ -184,6 +178,12 @@ impl<R: Route> AnswerFormat<R> {
 
     fn text_line(&self, piece: Piece, end: LineEnd) -> String {
         json_text(&self.line(piece, end))
+    }
+
+    fn add_ids(&mut self, ids: &[u32]) {
+        if R::HAS_IDS {
+            self.ids.extend(ids);
+        }
     }
 
     /// The calls that are complete and were not sent. `all`: the answer has ended, and the last call is complete too.
@@ -214,9 +214,10 @@ impl<R: Route> Format for AnswerFormat<R> {
     type Whole = R::Line;
     type Event = String;
 
-    fn parse(_: &Arc<Server>, _: ClientId, body: &[u8]) -> Result<Parsed<Self::Form>, ApiError> {
-        let (form, request, prompt) = R::parse(body)?;
+    fn parse(server: &Arc<Server>, _: ClientId, body: &[u8]) -> Result<Parsed<Self::Form>, ApiError> {
+        let (mut form, request, prompt) = R::parse(body)?;
         let (model, stream) = (form.model.clone(), form.stream);
+        form.model = Some(server.tagged_name(form.model.as_deref()));
         Ok(Parsed { model, request, stream, cache_salt: None, form: Wanted { form, prompt } })
     }
 
@@ -244,18 +245,25 @@ impl<R: Route> Format for AnswerFormat<R> {
         request.thinking.enabled = can_think.then(|| form.think.unwrap_or(true));
         let context = service.engine().limits().max_context;
         let most = form.num_ctx.map_or(context, |most| most.min(context));
-        let (mut engine, answer) = R::prepare(prompt, &form, service, &request, most)?;
+        let (mut engine, answer) = R::prepare(prompt, service, &request, most)?;
         let prompt_n = engine.prompt.len();
+        if prompt_n >= context {
+            let error = SubmitError::ContextExceeded { prompt: prompt_n, max_tokens: None, context };
+            return Err(error.into());
+        }
         if prompt_n >= most {
             let problem = format!(
-                "the prompt has {prompt_n} tokens, and options.num_ctx allows {most} for the prompt and its answer"
+                "the prompt has {prompt_n} tokens, and options.num_ctx allows {most} for the prompt and its answer: send a \
+                 larger num_ctx"
             );
             return Err(ApiError::context(problem));
         }
         let room = most - prompt_n;
         engine.max_tokens = Some(engine.max_tokens.map_or(room, |n| n.min(room)));
         engine.keep_alive = form.keep_alive;
-        format.ids = engine.prompt.clone();
+        if R::HAS_IDS {
+            format.ids = engine.prompt.clone();
+        }
         Ok((vec![(engine, answer)], format))
     }
 
@@ -275,23 +283,17 @@ impl<R: Route> Format for AnswerFormat<R> {
     }
 
     fn whole(mut self, reply: &Reply, answers: Vec<Delta>, timings: &Timings) -> Result<R::Line, ApiError> {
-        self.name(reply);
         let Some(answer) = answers.into_iter().next() else {
             return Ok(self.line(Piece::default(), LineEnd::of_command(self.keep_alive)));
         };
         let logprobs = logprobs(&answer, &reply.service);
-        self.ids.extend(&answer.ids);
+        self.add_ids(&answer.ids);
         self.calls = PartialCall::all(answer.calls);
         let end = LineEnd::answered(answer.end.expect("the answer has ended"), timings);
         let calls = self.complete_calls(true)?;
         let ids = std::mem::take(&mut self.ids);
         let piece = Piece { thought: some(answer.thought), text: answer.text, calls, logprobs, ids };
         Ok(self.line(piece, end))
-    }
-
-    fn begin(&mut self, reply: &Reply) -> Vec<String> {
-        self.name(reply);
-        Vec::new()
     }
 
     fn waiting(&self, _: &Reply) -> Option<String> {
@@ -301,7 +303,7 @@ impl<R: Route> Format for AnswerFormat<R> {
     fn add(&mut self, reply: &Reply, delta: Delta, all: Option<&Timings>) -> Result<Vec<String>, ApiError> {
         let mut logprobs = logprobs(&delta, &reply.service);
         let Delta { thought, text, calls, ids, end, .. } = delta;
-        self.ids.extend(ids);
+        self.add_ids(&ids);
         calls.into_iter().for_each(|piece| PartialCall::push(&mut self.calls, piece));
         let mut pieces = Vec::new();
         if let Some(thought) = some(thought) {
@@ -340,14 +342,5 @@ impl<R: Route> Format for AnswerFormat<R> {
 
     fn send(_: &Server, lines: impl Stream<Item = String> + Send + 'static) -> Response {
         exchange::lines(lines)
-    }
-}
-
-impl<R: Route> AnswerFormat<R> {
-    /// A request may leave out the model's name.
-    fn name(&mut self, reply: &Reply) {
-        if self.model.is_empty() {
-            self.model = tagged(&reply.head.model);
-        }
     }
 }

@@ -10,7 +10,6 @@ use crate::api::openai::conversation::{CallArguments, call};
 use crate::api::openai::logprobs::TokenLogprob;
 use crate::api::openai::tools::ChatToolFields;
 use crate::api::openapi::{OllamaErrors, post_route};
-use crate::api::tools::add_result;
 use crate::api::wire::bounded::List;
 use crate::api::wire::reply::{Assistant, replies};
 use crate::api::wire::union::{Anything, Lines};
@@ -43,12 +42,14 @@ wire::composed! {
 pub(in crate::api) struct OllamaChatFields {
     /// Without messages, the request loads the model, or unloads it if `keep_alive` is 0.
     messages: Option<Vec<OllamaMessage>>,
+    /// If the conversation is too long, leave out its first turns; true by default.
+    truncate: Option<bool>,
 }
 
 /// A message of a conversation.
 #[derive(Debug, Deserialize, ToSchema)]
 struct OllamaMessage {
-    /// `system`, `user`, `assistant` or `tool`, in any case.
+    /// `system`, `developer`, `user`, `assistant` or `tool`, in any case.
     role: String,
     content: Option<String>,
     /// What the assistant thought before its message. The model's template decides whether it is in the prompt.
@@ -101,29 +102,36 @@ replies! {
     }
 }
 
+/// How a conversation becomes a prompt. The messages are in the request.
+pub(in crate::api) struct ChatPrompt {
+    truncate: bool,
+}
+
 pub(in crate::api) enum ChatRoute {}
 
 impl Route for ChatRoute {
     const PROMPT: &'static str = "messages";
-    /// The messages are in the request.
-    type Prompt = ();
+    const HAS_IDS: bool = false;
+    type Prompt = ChatPrompt;
     type Line = OllamaChat;
 
-    fn parse(body: &[u8]) -> Result<(AnswerForm, GenerateRequest, Option<()>), ApiError> {
+    fn parse(body: &[u8]) -> Result<(AnswerForm, GenerateRequest, Option<ChatPrompt>), ApiError> {
         let OllamaChatRequest { chat, tools, answer } = OllamaChatRequest::read(&wire::object(body)?)?;
-        let messages = messages(chat.messages.unwrap_or_default())?;
+        let mut messages = messages(chat.messages.unwrap_or_default())?;
+        // Some clients end with an empty message that the answer shall fill.
+        messages
+            .pop_if(|last| last.role == "assistant" && last.content.is_empty() && last.tool_calls.is_empty());
         let (form, request) = answer.read()?;
         let continues =
             messages.last().is_some_and(|last| last.role == "assistant" && last.tool_calls.is_empty());
         let ending = if continues { PromptEnding::Continued } else { PromptEnding::Answer };
-        let prompt = (!messages.is_empty()).then_some(());
+        let prompt = (!messages.is_empty()).then_some(ChatPrompt { truncate: chat.truncate.unwrap_or(true) });
         Ok((form, GenerateRequest { messages, tools: tools.tools()?, ending, ..request }, prompt))
     }
 
     /// Leaves out as few turns as possible if the conversation is too long.
     fn prepare(
-        (): &(),
-        form: &AnswerForm,
+        prompt: &ChatPrompt,
         service: &Service,
         request: &GenerateRequest,
         most: usize,
@@ -133,8 +141,11 @@ impl Route for ChatRoute {
             Err(SessionError::Context(_)) => Ok(false),
             Err(error) => Err(error),
         };
-        if !form.truncate || fits(request)? {
-            return Ok(service.prepare(request)?);
+        match service.prepare(request) {
+            Ok(whole) if !prompt.truncate || whole.0.prompt.len() < most => return Ok(whole),
+            Ok(_) => {}
+            Err(SessionError::Context(_)) if prompt.truncate => {}
+            Err(error) => return Err(error.into()),
         }
         let users = request.messages.iter().enumerate().filter(|(_, message)| message.role == "user");
         let starts: Vec<usize> = users.map(|(i, _)| i).skip(1).collect();
@@ -151,7 +162,7 @@ impl Route for ChatRoute {
         Ok(service.prepare(&from_turn(request, *start))?)
     }
 
-    fn line(_: Option<&()>, head: LineHead, piece: Piece, end: LineEnd) -> OllamaChat {
+    fn line(_: Option<&ChatPrompt>, head: LineHead, piece: Piece, end: LineEnd) -> OllamaChat {
         let Piece { thought, text, calls, logprobs, .. } = piece;
         let message =
             OllamaAnswer { role: Assistant::Assistant, content: text, thinking: thought, tool_calls: calls };
@@ -162,7 +173,8 @@ impl Route for ChatRoute {
 /// The request without the messages before `start`, except those of the system.
 fn from_turn(request: &GenerateRequest, start: usize) -> GenerateRequest {
     let messages = request.messages.iter().enumerate();
-    let kept = messages.filter(|(i, message)| *i >= start || message.role == "system");
+    let of_system = |message: &Message| matches!(message.role.as_str(), "system" | "developer");
+    let kept = messages.filter(|(i, message)| *i >= start || of_system(message));
     GenerateRequest { messages: kept.map(|(_, message)| message.clone()).collect(), ..request.clone() }
 }
 
@@ -181,15 +193,19 @@ fn messages(items: Vec<OllamaMessage>) -> Result<Vec<Message>, ApiError> {
             "user" => "user",
             "assistant" => "assistant",
             "tool" => {
-                match item.tool_call_id.filter(|id| !id.is_empty()) {
-                    Some(id) => add_result(&mut conversation, &field(&at, "tool_call_id"), &id, text)?,
-                    None if conversation.next_result(text) => {}
-                    None => return Err(ApiError::invalid(at, "every call before this result has one")),
+                let is_known = match item.tool_call_id.filter(|id| !id.is_empty()) {
+                    Some(id) => conversation.result(&id, text),
+                    None => conversation.next_result(text),
+                };
+                if !is_known {
+                    // Home Assistant cuts old messages off, and may leave the result of a call that it cut off.
+                    tracing::debug!("{at}: left out the result of a call that the conversation lacks");
                 }
                 continue;
             }
             other => {
-                let problem = format!("expected system, user, assistant or tool, got {:?}", short(other));
+                let problem =
+                    format!("expected system, developer, user, assistant or tool, got {:?}", short(other));
                 return Err(ApiError::invalid(field(&at, "role"), problem));
             }
         };

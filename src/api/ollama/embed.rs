@@ -6,11 +6,11 @@ use axum::Json;
 use serde::Deserialize;
 use utoipa::ToSchema;
 
+use super::answer::nanoseconds;
 use super::fields::KeepAliveParam;
 use crate::api::embedding::{Texts, embed_texts};
 use crate::api::error::ApiError;
 use crate::api::exchange;
-use crate::api::names::tagged;
 use crate::api::openapi::{OllamaErrors, post_route};
 use crate::api::wire;
 use crate::api::wire::JsonObject;
@@ -36,7 +36,7 @@ pub(in crate::api) struct OllamaEmbedRequest {
     model: Option<String>,
     /// The text to embed, or several texts.
     #[schema(inline)]
-    input: OllamaInputs,
+    input: Option<OllamaInputs>,
     /// Cut texts that are longer than the context; true by default.
     truncate: Option<bool>,
     /// Must equal the model's own number, or be 0: embeddings cannot be shortened.
@@ -88,9 +88,11 @@ post_route! {
         let began = Instant::now();
         let prepared = exchange::process_body(&server, &caller.client, body, |server, body| {
             let OllamaEmbedRequest { model, input, truncate, dimensions, keep_alive, .. } = wire::body(body)?;
+            // As in Ollama, an empty text is no text.
             let inputs = match input {
-                TextOr::Text(text) => vec![text],
-                TextOr::Other(texts) => texts.0,
+                None => Vec::new(),
+                Some(TextOr::Text(text)) => Some(text).filter(|text| !text.is_empty()).into_iter().collect(),
+                Some(TextOr::Other(texts)) => texts.0,
             };
             let model = wire::named(model);
             let service = server.service_for(model.as_deref())?;
@@ -100,7 +102,7 @@ post_route! {
                 return Err(ApiError::unsupported("dimensions", problem));
             }
             let texts = texts(&service, "input", &inputs, truncate.unwrap_or(true), keep_alive)?;
-            Ok((texts, service, model.unwrap_or_else(|| tagged(&server.model_id))))
+            Ok((texts, service, server.tagged_name(model.as_deref())))
         });
         let (arriving, (texts, service, model)) = prepared.await?;
         let embedded = embed_texts(&server, &caller, &service, arriving, texts).await?;
@@ -109,7 +111,7 @@ post_route! {
         Ok(Json(OllamaEmbedded {
             model,
             embeddings: embedded.into_iter().map(|(state, _)| state).collect(),
-            total_duration: began.elapsed().as_nanos() as u64,
+            total_duration: nanoseconds(began.elapsed()),
             load_duration: 0,
             prompt_eval_count,
         }))
@@ -144,7 +146,7 @@ fn texts(
     // One token of the context is the answer's.
     let most = service.engine().limits().max_context - 1;
     let each = texts.iter().enumerate().map(|(i, text)| {
-        let at = format!("{at}[{i}]");
+        let at = if texts.len() > 1 { format!("{at}[{i}]") } else { at.to_owned() };
         if text.is_empty() {
             return Err(ApiError::invalid(at, "expected a text, got an empty string"));
         }

@@ -25,8 +25,6 @@ use crate::text::GrammarSource;
 
 /// The maximum number of stop strings. Ollama has no limit, and its templates have up to a dozen.
 const MAX_STOPS: usize = 32;
-/// Ollama's name for a random seed.
-const DRAWN_SEED: Seed = Seed(u64::MAX);
 
 type FormatParam = TextOr<JsonObject, FormatWord>;
 type Stops = List<StopText, 0, MAX_STOPS>;
@@ -64,8 +62,6 @@ pub(in crate::api) struct OllamaAnswerFields {
     logprobs: Option<bool>,
     /// The number of alternatives to each token; above 0 only if `logprobs` is true.
     top_logprobs: Option<TopLogprobs>,
-    /// If the prompt is longer than the context, leave out the first messages; true by default.
-    truncate: Option<bool>,
 }
 
 wire::composed! {
@@ -199,7 +195,6 @@ pub(in crate::api) struct AnswerForm {
     /// The most tokens of prompt and answer together. `None` = the model's context.
     pub num_ctx: Option<usize>,
     pub think: Option<bool>,
-    pub truncate: bool,
 }
 
 impl OllamaAnswerFields {
@@ -229,7 +224,7 @@ impl OllamaAnswerFields {
                 frequency_penalty: options.frequency_penalty.map(|p| p.0 as f32),
                 repetition_penalty: options.repeat_penalty.map(|p| p.0 as f32),
             },
-            seed: options.seed.filter(|seed| *seed != DRAWN_SEED).map(|seed| seed.0),
+            seed: options.seed.and_then(Seed::get),
             stop: options.stop.unwrap_or_default().0.into_iter().map(|stop| stop.0).collect(),
             logprobs: wanted.then_some(top as usize),
             grammar: source.map(|source| ResponseGrammar { source, param: "format".into() }),
@@ -241,7 +236,6 @@ impl OllamaAnswerFields {
             keep_alive: self.keep_alive.map_or(KeepAlive::Configured, |keep_alive| keep_alive.0),
             num_ctx: options.num_ctx.map(|n| n.0 as usize).filter(|n| *n > 0),
             think: self.think.map(|think| think.0),
-            truncate: self.truncate.unwrap_or(true),
         };
         Ok((form, request))
     }

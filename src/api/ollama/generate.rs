@@ -82,6 +82,7 @@ pub(in crate::api) enum GenerateRoute {}
 
 impl Route for GenerateRoute {
     const PROMPT: &'static str = "prompt";
+    const HAS_IDS: bool = true;
     type Prompt = GeneratePrompt;
     type Line = OllamaGenerate;
 
@@ -113,7 +114,6 @@ impl Route for GenerateRoute {
 
     fn prepare(
         prompt: &GeneratePrompt,
-        _: &AnswerForm,
         service: &Service,
         request: &GenerateRequest,
         _: usize,

@@ -10,6 +10,7 @@ use serde::Deserialize;
 use serde_json::{Value, json};
 use utoipa::ToSchema;
 
+use crate::api::error::ApiError;
 use crate::api::exchange;
 use crate::api::ids::date_after;
 use crate::api::names::tagged;
@@ -128,18 +129,18 @@ pub(in crate::api) async fn version() -> Json<OllamaVersion> {
     tag = "Ollama",
     responses((status = 200, description = "The list.", body = OllamaModels), OllamaAuthErrors),
 )]
-pub(in crate::api) async fn tags(State(server): State<Arc<Server>>) -> Json<OllamaModels> {
-    let card = server.card();
+pub(in crate::api) async fn tags(State(server): State<Arc<Server>>) -> Result<Json<OllamaModels>, ApiError> {
+    let card = server.card()?;
     let model = |name: &str| OllamaModel {
         name: tagged(name),
         model: tagged(name),
-        modified_at: modified(&card),
+        modified_at: modified(card),
         size: card.bytes,
         digest: card.digest.clone(),
-        details: details(&server, &card),
-        capabilities: capabilities(&card),
+        details: details(&server, card),
+        capabilities: capabilities(card),
     };
-    Json(OllamaModels { models: server.model_names().map(model).collect() })
+    Ok(Json(OllamaModels { models: server.model_names().map(model).collect() }))
 }
 
 /// Lists the loaded models, in Ollama's format.
@@ -150,25 +151,25 @@ pub(in crate::api) async fn tags(State(server): State<Arc<Server>>) -> Json<Olla
     tag = "Ollama",
     responses((status = 200, description = "The list.", body = OllamaRunning), OllamaAuthErrors),
 )]
-pub(in crate::api) async fn running(State(server): State<Arc<Server>>) -> Json<OllamaRunning> {
-    let engine = server.engine().filter(|engine| engine.state() == EngineState::Ready);
-    let models = engine.map(|engine| {
-        let card = server.card();
-        let idle = engine.signs().last.map_or(Duration::ZERO, |last| last.elapsed());
-        let left = engine.kept_for().map_or(FOREVER, |kept| kept.saturating_sub(idle));
-        let placements = server.report().map_or(&[][..], |report| &report.device.placements);
-        OllamaRunningModel {
-            name: tagged(&server.model_id),
-            model: tagged(&server.model_id),
-            size: card.bytes,
-            digest: card.digest.clone(),
-            details: details(&server, &card),
-            expires_at: date_after(left),
-            size_vram: placements.iter().map(|placed| placed.bytes).sum(),
-            context_length: engine.limits().max_context,
-        }
-    });
-    Json(OllamaRunning { models: models.into_iter().collect() })
+pub(in crate::api) async fn running(
+    State(server): State<Arc<Server>>,
+) -> Result<Json<OllamaRunning>, ApiError> {
+    let Some(engine) = server.engine().filter(|engine| engine.state() == EngineState::Ready) else {
+        return Ok(Json(OllamaRunning { models: Vec::new() }));
+    };
+    let card = server.card()?;
+    let placements = server.report().map_or(&[][..], |report| &report.device.placements);
+    let model = OllamaRunningModel {
+        name: tagged(&server.model_id),
+        model: tagged(&server.model_id),
+        size: card.bytes,
+        digest: card.digest.clone(),
+        details: details(&server, card),
+        expires_at: date_after(engine.kept_for().unwrap_or(FOREVER)),
+        size_vram: placements.iter().map(|placed| placed.bytes).sum(),
+        context_length: engine.limits().max_context,
+    };
+    Ok(Json(OllamaRunning { models: vec![model] }))
 }
 
 post_route! {
@@ -181,8 +182,8 @@ post_route! {
             server.serves(wire::named(model.or(name)).as_deref())
         });
         read.await?;
-        let card = server.card();
-        let details = details(&server, &card);
+        let card = server.card()?;
+        let details = details(&server, card);
         let arch = &card.architecture;
         let of_arch = |key: &str, value: usize| (format!("{arch}.{key}"), json!(value));
         let model_info = BTreeMap::from([
@@ -200,8 +201,8 @@ post_route! {
             template: card.template.clone(),
             details,
             model_info,
-            capabilities: capabilities(&card),
-            modified_at: modified(&card),
+            capabilities: capabilities(card),
+            modified_at: modified(card),
         }))
     }
 }

@@ -10,6 +10,7 @@ use utoipa::ToSchema;
 
 use crate::api::error::{ApiError, ErrorBody};
 use crate::api::ids::rfc3339;
+use crate::api::names::untagged;
 use crate::api::openapi::AuthErrors;
 use crate::api::server::Server;
 use crate::api::wire::reply::{ListName, replies};
@@ -78,7 +79,7 @@ pub(in crate::api) async fn model(
 ) -> Result<Json<Model>, ApiError> {
     let Path(id) = id.map_err(|_| ApiError::invalid("model", "expected an id in UTF-8"))?;
     server.serves(Some(&id))?;
-    let name = server.model_names().find(|name| *name == id);
+    let name = server.model_names().find(|name| *name == id || *name == untagged(&id));
     // Any name may be allowed. A name that is in no list means the id.
     Ok(Json(Model::of(&server, name.unwrap_or(&server.model_id))))
 }

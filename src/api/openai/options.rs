@@ -21,8 +21,6 @@ use crate::session::{GenerateRequest, Truncation};
 /// The maximum number of stop strings, which is OpenAI's.
 const MAX_STOPS: usize = 4;
 
-/// What -1 is read as. In llama.cpp, vLLM and Ollama it requests a random seed.
-const DRAWN_SEED: Seed = Seed(u64::MAX);
 /// The maximum number of stop ids.
 const MAX_STOP_IDS: usize = 1024;
 /// The maximum number of texts that an answer may not have. Each is compared with every token of the vocabulary.
@@ -170,7 +168,7 @@ impl AnswerOptions {
                 repetition_penalty: self.repetition_penalty.or(self.repeat_penalty).map(|p| p.0 as f32),
             },
             logit_bias: biases(self.logit_bias.unwrap_or_default())?,
-            seed: self.seed.filter(|seed| *seed != DRAWN_SEED).map(|seed| seed.0),
+            seed: self.seed.and_then(Seed::get),
             stop,
             min_tokens: self.min_tokens.map(|n| n.0 as usize),
             ignore_eos: self.ignore_eos.unwrap_or(false),

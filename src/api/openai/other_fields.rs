@@ -110,7 +110,7 @@ const AS_BUDGET: &str = "use thinking_token_budget in a chat, reasoning.max_toke
 const SPECULATION: &str = "speculation changes how fast an answer comes, and not the answer";
 const CACHING: &str = "the prefix cache is always on";
 const STORES_NOTHING: &str = "the server keeps no chats";
-const ONE_MODEL: &str = "engine.idle_unload_s says when the model is unloaded";
+const ONE_MODEL: &str = "engine.idle_unload_s, or keep_alive of the last request of Ollama's API, says when the model is unloaded";
 const NO_MEDIA: &str = "the server reads text only";
 const OWN_TEMPLATE: &str =
     "the checkpoint's own chat template is used; use /v1/completions for a prompt of your own";

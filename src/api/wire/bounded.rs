@@ -20,11 +20,15 @@ pub(in crate::api) enum Read {
 }
 
 impl Read {
-    /// The integer, which may be written as a whole float of 64 bits.
+    /// The integer, which may be written as a whole float of 64 bits. A float of -2^63 may be a smaller integer that was
+    /// rounded.
     fn whole(self) -> Option<i128> {
         match self {
             Self::Integer(n) => Some(n),
-            Self::Float(n) => (n.fract() == 0.0 && n.abs() < 2f64.powi(64)).then_some(n as i128),
+            Self::Float(n) => {
+                let in_range = n > -(2f64.powi(63)) && n < 2f64.powi(64);
+                (n.fract() == 0.0 && in_range).then_some(n as i128)
+            }
         }
     }
 }
@@ -216,6 +220,16 @@ impl ToSchema for TokenLimit {}
 /// A seed: any integer of 64 bits, signed or not.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(in crate::api) struct Seed(pub u64);
+
+impl Seed {
+    /// What -1 is read as. In llama.cpp, vLLM and Ollama it requests a random seed.
+    const DRAWN: Self = Self(u64::MAX);
+
+    /// The seed. `None` = a random one.
+    pub fn get(self) -> Option<u64> {
+        (self != Self::DRAWN).then_some(self.0)
+    }
+}
 
 impl<'de> Deserialize<'de> for Seed {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {

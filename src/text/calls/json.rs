@@ -190,8 +190,11 @@ impl CallReader {
 }
 
 /// Completes the JSON of parameters that were cut off. Members without a value and values that may be incomplete are
-/// dropped. Open objects and arrays are closed.
+/// dropped. Open objects and arrays are closed. Without any JSON, there are no parameters.
 pub fn whole_parameters(json: &str) -> String {
+    if json.trim().is_empty() {
+        return "{}".to_owned();
+    }
     // `end` is the byte after the last complete value, or after the opening bracket if no value follows it.
     let mut end = 0;
     let mut open = Vec::new();
