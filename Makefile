@@ -17,6 +17,7 @@
 #   make conformance               run the tests of llama.cpp's and vLLM's servers; writes docs/conformance.md; minutes
 #   make edges                     edge cases of the shipped binary: lost log readers and devices, hostile clients; slow
 #   make test-faults               edge cases and suites with failing devices and killed processes; slow
+#   make soak-models               five models on memory for two, 16 clients and killed processes, for 20 minutes; ARGS=5 is shorter
 #   make soak                      every route for half an hour, with lost devices and clients; ARGS=5m is shorter
 #   make test-packages             install the Debian package, the archive and the container on new machines; as root, minutes
 #   make test-service              install and test the service in a container that boots systemd; as root, minutes
@@ -57,7 +58,7 @@ SMOLLM2 := .cache/smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
 SERVE_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-test setup-devices test-devices npu-shim build lab check serve bench bench-step bench-host bench-serve gpu-bench test test-clients test-lm-eval test-scaling test-demo test-real test-kernels test-random smollm2 page-libraries test-openwebui test-agents test-27b test-26b test-fresh test-service test-packages release test-release conformance edges test-faults soak install uninstall lint clean
+.PHONY: help setup setup-test setup-devices test-devices npu-shim build lab check serve bench bench-step bench-host bench-serve gpu-bench test test-clients test-lm-eval test-scaling test-demo test-real test-kernels test-random smollm2 page-libraries test-openwebui test-agents test-27b test-26b test-fresh test-service test-packages release test-release conformance edges test-faults soak soak-models install uninstall lint clean
 
 help:
 	@sed -n 's/^#   //p' $(firstword $(MAKEFILE_LIST))
@@ -194,6 +195,10 @@ edges: lab
 test-faults: lab
 	cargo test --locked --test suite -- faults:: recovery::
 	@python3 tools/edges.py faults
+
+soak-models: setup-test smollm2
+	UNICORN_TEST_SWAPS=$(or $(ARGS),20) UNICORN_TEST_SMOLLM2=$(CURDIR)/.cache/smollm2/SmolLM2-135M-Instruct.Q4_1.gguf \
+		cargo test --locked --test suite -- --nocapture models_swap_under_load
 
 soak: lab
 	cargo build --locked --example fault_layer

@@ -27,6 +27,9 @@ const OUR_VARIABLES: [&str; 7] =
     ["CONFIG", "CONFIG_DIR", "CACHE_DIR", "STATE_DIR", "RUN_DIR", "API_KEYS", "COMMIT"];
 /// Prefixes of the variables of the project's tools and tests.
 const OUR_PREFIXES: [&str; 2] = ["TEST_", "SKIP_"];
+/// Tokens of prompt and answer of each of several models, if neither the model nor `engine.context` says how many: a model
+/// alone takes as many as fit, and several models share the memory.
+const SEVERAL_CONTEXT: u32 = 16_384;
 /// Advice about variables that Kubernetes and Docker set for each service.
 const KUBERNETES: &str = " (a container platform sets it for a service of that name: rename the service, or set \
                           enableServiceLinks to false)";
@@ -135,6 +138,42 @@ pub struct Tokenizer {
 pub struct Models {
     /// The folder of pulled models. `None` = the shared cache of Hugging Face tools.
     pub dir: Option<String>,
+    /// The models of a server with several. They are not served if `model.path` names a model.
+    pub serve: Vec<ServedModel>,
+    /// Whether a server with several models also serves every pulled model.
+    pub pulled: bool,
+}
+
+/// One of several models that a server serves. An option that is absent has the value of the section in parentheses.
+#[derive(Debug, Clone, Default, PartialEq, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct ServedModel {
+    /// Required.
+    pub path: String,
+    pub name: Option<String>,
+    /// Additional names of the model that requests may use.
+    pub aliases: Vec<String>,
+    pub config: Option<String>,
+    pub tokenizer: Option<String>,
+    pub chat_template: Option<String>,
+    pub tool_call_parser: Option<String>,
+    pub draft: Option<String>,
+    /// (`model`)
+    pub quantize: Option<String>,
+    /// (`model`)
+    pub precision: Option<String>,
+    /// Tokens (`engine`).
+    pub context: Option<u32>,
+    /// (`engine`)
+    pub sequences: Option<u32>,
+    /// `kv.dtype`
+    pub kv: Option<String>,
+    /// Seconds until an idle model is unloaded (`engine.idle_unload_s`); 0 = never.
+    pub ttl_s: Option<u32>,
+    /// Whether the server loads the model at its start.
+    pub preload: bool,
+    /// Whether the model is never unloaded for another one.
+    pub pin: bool,
 }
 
 #[derive(Debug, Clone, PartialEq, Deserialize)]
@@ -457,6 +496,44 @@ impl Config {
         text
     }
 
+    /// The options of one of several models, which has the rest of its options from this configuration.
+    pub fn of_model(&self, model: &ServedModel) -> Result<Self, String> {
+        let mut options = self.options.clone();
+        let text = |option: &Option<String>| Value::from(option.clone().unwrap_or_default());
+        // These belong to one model, so that of the section `model` is not taken.
+        let own = [
+            ("path", Value::from(model.path.clone())),
+            ("name", text(&model.name)),
+            ("config", text(&model.config)),
+            ("tokenizer", text(&model.tokenizer)),
+            ("chat_template", text(&model.chat_template)),
+            ("tool_call_parser", text(&model.tool_call_parser)),
+            ("draft", text(&model.draft)),
+        ];
+        for (option, value) in own {
+            options["model"][option] = value;
+        }
+        let context = match (model.context, self.engine.context) {
+            (None, None) => Some(SEVERAL_CONTEXT),
+            (context, _) => context,
+        };
+        let changed = [
+            ("model", "quantize", model.quantize.clone().map(Value::from)),
+            ("model", "precision", model.precision.clone().map(Value::from)),
+            ("engine", "context", context.map(Value::from)),
+            ("engine", "sequences", model.sequences.map(Value::from)),
+            ("engine", "idle_unload_s", model.ttl_s.map(Value::from)),
+            ("kv", "dtype", model.kv.clone().map(Value::from)),
+        ];
+        for (section, option, value) in changed {
+            if let Some(value) = value {
+                options[section][option] = value;
+            }
+        }
+        options["models"]["serve"] = Value::Array(Vec::new());
+        Self::read(&options)
+    }
+
     pub fn from_toml(text: &str) -> Result<Self, ConfigError> {
         Self::from_layers(&[Layer::file("the options of the server", text)?])
     }
@@ -535,6 +612,13 @@ impl Config {
         }
         if !cfg!(feature = "npu") && npu.mode != NpuMode::Off {
             return Err("npu.mode: this program was built without the feature npu".into());
+        }
+        for (i, model) in config.models.serve.iter().enumerate() {
+            let invalid = |problem| format!("models.serve, number {}: {problem}", i + 1);
+            if model.path.is_empty() {
+                return Err(invalid("path: expected the path or the name of a model, got nothing".into()));
+            }
+            config.of_model(model).map_err(invalid)?;
         }
         if server.host.is_empty() {
             return Err("server.host: expected an address or a host name, got nothing".into());

@@ -16,9 +16,10 @@
 //!
 //! | floor | modules |
 //! |---|---|
-//! | 8 | [`lab`] |
-//! | 7 | [`cli`] |
-//! | 6 | [`api`] |
+//! | 9 | [`lab`] |
+//! | 8 | [`cli`] |
+//! | 7 | [`api`] |
+//! | 6 | [`library`] |
 //! | 5 | [`session`] |
 //! | 4 | [`engine`], [`npu`] |
 //! | 3 | [`model`], [`device`] |
@@ -52,6 +53,7 @@ pub mod device;
 pub mod npu;
 pub mod engine;
 pub mod session;
+pub mod library;
 pub mod api;
 pub mod cli;
 pub mod lab;

@@ -10,6 +10,7 @@ use serde::Serialize;
 use utoipa::ToSchema;
 
 use crate::engine::{EngineError, SubmitError};
+use crate::library::LibraryError;
 use crate::session::SessionError;
 use crate::text::visible;
 
@@ -68,6 +69,14 @@ pub enum ApiError {
     BodyBroken,
     #[error("the body is encoded as {0:?}: send it uncompressed, without Content-Encoding")]
     BodyEncoded(String),
+    #[error(
+        "{asked:?} is not served, and this server downloads no models: `unicorn pull ORG/NAME` does, and `models.serve` in \
+         the configuration serves the model"
+    )]
+    NotPulled { asked: String },
+    /// A route of another server whose work this server leaves to others. `why` also says what does it.
+    #[error("{path} is not implemented: {why}")]
+    NotImplemented { path: String, why: &'static str },
     /// `instead` is what the client should do.
     #[error("there is nothing at {path}; {instead}")]
     NoRoute { path: String, instead: String },
@@ -101,6 +110,8 @@ pub enum ApiError {
     Loading,
     #[error(transparent)]
     Engine(#[from] EngineError),
+    #[error(transparent)]
+    Library(#[from] LibraryError),
     /// The server did not read the events of an answer in time that it collects before it replies.
     #[error("the server is too busy: it could not keep up with this answer; try again in a few seconds")]
     Behind,
@@ -253,6 +264,11 @@ impl ApiError {
         visible(&self.to_string()).into_owned()
     }
 
+    /// Whether the server, and not the client, has too many requests.
+    fn is_queue_full(&self) -> bool {
+        matches!(self, Self::QueueFull { .. } | Self::Library(LibraryError::QueueFull { .. }))
+    }
+
     /// The error's name, for programs.
     pub(in crate::api) fn code(&self) -> &'static str {
         self.wire().code
@@ -275,7 +291,7 @@ impl ApiError {
         let wire = self.wire();
         let (status, kind) = match wire.status {
             // Anthropic's clients retry after these two errors.
-            429 if matches!(self, Self::QueueFull { .. }) => (OVERLOADED, "overloaded_error"),
+            429 if self.is_queue_full() => (OVERLOADED, "overloaded_error"),
             503 if wire.retry_after_s.is_some() => (503, "overloaded_error"),
             401 => (401, "authentication_error"),
             403 => (403, "permission_error"),
@@ -301,7 +317,7 @@ impl ApiError {
     pub(in crate::api) fn ollama(&self) -> (StatusCode, OllamaError) {
         let (status, error) = match self {
             Self::UnknownModel { asked, .. } => (404, format!("model '{}' not found", visible(asked))),
-            Self::QueueFull { .. } => {
+            full if full.is_queue_full() => {
                 (503, "server busy, please try again.  maximum pending requests exceeded".to_owned())
             }
             other => (other.wire().status, other.message()),
@@ -331,6 +347,8 @@ impl ApiError {
             Self::BodyBroken => error(400, "body_incomplete"),
             Self::BodyEncoded(_) => error(415, "body_encoded"),
             Self::NoRoute { .. } => error(404, "not_found"),
+            Self::NotPulled { .. } => Wire { status: 404, ..field("model", "model_not_found") },
+            Self::NotImplemented { .. } => error(501, "not_implemented"),
             Self::Method { .. } => error(405, "method_not_allowed"),
             Self::NoKey | Self::WrongKey => error(401, "invalid_api_key"),
             Self::ForeignHost(_) => error(403, "host_not_allowed"),
@@ -346,6 +364,11 @@ impl ApiError {
             Self::Engine(EngineError::LostTwice(_)) => error(500, "lost_twice"),
             Self::Engine(EngineError::Coprocessor(_)) => error(500, "npu_failed"),
             Self::Engine(EngineError::SlowReader) => error(408, "not_read"),
+            Self::Library(LibraryError::NoRoom { .. }) => retry(503, "no_room", RETRY_LOADING_S),
+            Self::Library(LibraryError::Failed { .. }) => error(503, "load_failed"),
+            Self::Library(LibraryError::QueueFull { .. }) => retry(429, "queue_full", RETRY_QUEUE_S),
+            Self::Library(LibraryError::Unloaded(_)) => retry(503, "model_loading", RETRY_LOADING_S),
+            Self::Library(LibraryError::ShuttingDown) => retry(503, "shutting_down", RETRY_LOADING_S),
             Self::Shortage(_) => retry(503, "no_memory", RETRY_QUEUE_S),
             Self::Behind => retry(503, "behind", RETRY_QUEUE_S),
             Self::Bug(_) | Self::Panic(_) => error(500, "internal_error"),

@@ -1,8 +1,10 @@
 //! The path of one request through the server, the same for every wire format: a body becomes prompts, the engine gets
 //! them, and the answers come as deltas. A [`Format`] reads the body and writes the reply.
 
+use std::cell::RefCell;
 use std::convert::Infallible;
 use std::future::poll_fn;
+use std::ops::Deref;
 use std::panic::AssertUnwindSafe;
 use std::sync::Arc;
 use std::task::Poll;
@@ -31,6 +33,7 @@ use crate::api::server::{Options, Server};
 use crate::api::tasks::{Purpose, PurposeHeaders};
 use crate::api::wire::reply::replies;
 use crate::engine::{ClientId, Event, Joules, Request, Timings, TokenStream};
+use crate::library::{InUse, LibraryError};
 use crate::session::{AnswerText, Delta, GenerateRequest, Reason, Service, SessionError};
 
 /// The maximum time for a whole body. For 8 MiB that is 70 KB/s, which an uplink of 0.6 Mbit/s reaches. Many clients may
@@ -134,6 +137,11 @@ pub(in crate::api) trait Format: Sized + Send + 'static {
         request: &GenerateRequest,
     ) -> Result<(Prompts, Self), ApiError>;
 
+    /// Whether the body only unloads the model, so that a model that is not loaded stays so.
+    fn is_unload(_: &Self::Form) -> bool {
+        false
+    }
+
     /// Waits until the reply can begin.
     fn ready(&self, _: &Service) -> impl Future<Output = Result<(), ApiError>> + Send {
         async { Ok(()) }
@@ -185,9 +193,13 @@ pub(in crate::api) async fn answer<F: Format>(
     Caller { client, headers }: Caller,
     body: Body,
 ) -> Result<Response, ApiError> {
+    let id = client.id;
     let prepared = process_body(server, &client, body, move |server, body| {
-        let Parsed { model, request, stream, cache_salt, form } = F::parse(server, client.id, body)?;
-        let service = server.service_for(model.as_deref())?;
+        let Parsed { model, request, stream, cache_salt, form } = F::parse(server, id, body)?;
+        let service = match F::is_unload(&form) {
+            true => server.known(model.as_deref())?,
+            false => server.service_for(model.as_deref())?,
+        };
         let (prompts, format) =
             F::prepare(form, &service, &request).map_err(|error| error.in_prompt(F::PROMPT))?;
         Ok((service, prompts, format, stream, headers.purpose(&request.messages, stream), cache_salt))
@@ -211,7 +223,7 @@ pub(in crate::api) async fn answer<F: Format>(
     let head = Head {
         id: new_id(F::ID_PREFIX),
         created: unix_time_s(),
-        model: server.model_id.clone(),
+        model: service.model().id().to_owned(),
         system_fingerprint: FINGERPRINT,
     };
     let reply = Reply { head, count: answers.count(), service, seed, span: tracing::Span::current() };
@@ -282,8 +294,9 @@ pub(in crate::api) async fn count_tokens(
     client: &Client,
     body: Body,
     prompt: &'static str,
-    parse: impl FnOnce(&Arc<Server>, &[u8]) -> Result<(Option<String>, GenerateRequest), ApiError>
+    parse: impl Fn(&Arc<Server>, &[u8]) -> Result<(Option<String>, GenerateRequest), ApiError>
     + Send
+    + Sync
     + 'static,
 ) -> Result<usize, ApiError> {
     let counted = process_body(server, client, body, move |server, body| {
@@ -297,23 +310,74 @@ pub(in crate::api) async fn count_tokens(
 
 /// Waits for a permit to read a body, reads it, and runs `work` on it in a blocking task. The permit is returned with the
 /// result. Requests of one client wait in order.
+///
+/// If `work` needs a model that is not loaded, this waits until it is, without a permit, and runs `work` again.
 pub(in crate::api) async fn process_body<T: Send + 'static>(
     server: &Arc<Server>,
     client: &Client,
     body: Body,
-    work: impl FnOnce(&Arc<Server>, &[u8]) -> Result<T, ApiError> + Send + 'static,
+    work: impl Fn(&Preparing<'_>, &[u8]) -> Result<T, ApiError> + Send + Sync + 'static,
 ) -> Result<(FairPermit, T), ApiError> {
-    let arriving = tokio::select! {
+    let mut arriving = tokio::select! {
         biased;
         turn = permit(server, &server.arriving, client.id, "reading") => turn?,
         // The client has disconnected, so this error is not sent.
         () = Connection::left(client.connection.as_ref()) => return Err(ApiError::BodyBroken),
     };
-    let body = read_body(body, &server.options).await?;
+    let body = Arc::new(read_body(body, &server.options).await?);
+    let work = Arc::new(work);
+    let mut admitted = None;
+    loop {
+        let (worker, work, body) = (Arc::clone(server), Arc::clone(&work), Arc::clone(&body));
+        let worked = on_worker(server, client.id, "preparing a prompt", move || {
+            work(&Preparing { server: &worker, admitted: RefCell::new(admitted) }, &body)
+        });
+        match worked.await {
+            Err(ApiError::Library(LibraryError::Unloaded(index))) => {
+                drop(arriving);
+                admitted = Some(server.library().admit(index).await?);
+                arriving = permit(server, &server.arriving, client.id, "reading").await?;
+            }
+            worked => return Ok((arriving, worked?)),
+        }
+    }
+}
 
-    let worker = Arc::clone(server);
-    let worked = on_worker(server, client.id, "preparing a prompt", move || work(&worker, &body)).await?;
-    Ok((arriving, worked))
+/// The server, for the preparation of a request, which finds the service of its model here.
+pub(in crate::api) struct Preparing<'a> {
+    server: &'a Arc<Server>,
+    /// The model that was loaded for the request.
+    admitted: RefCell<Option<InUse>>,
+}
+
+impl Deref for Preparing<'_> {
+    type Target = Arc<Server>;
+
+    fn deref(&self) -> &Arc<Server> {
+        self.server
+    }
+}
+
+impl Preparing<'_> {
+    /// The loaded service of `model`, or of the first model if the request names none. The error
+    /// [`LibraryError::Unloaded`] makes [`process_body`] load the model and try again.
+    pub fn service_for(&self, model: Option<&str>) -> Result<InUse, ApiError> {
+        let library = self.server.library();
+        let index = self.server.served(model)?;
+        let is_asked = |in_use: &mut InUse| Arc::ptr_eq(in_use.model(), &library.models()[index]);
+        let service = match self.admitted.borrow_mut().take_if(is_asked) {
+            Some(admitted) => admitted,
+            None => library.in_use(index).ok_or(ApiError::Loading)??,
+        };
+        service.engine().health()?;
+        Ok(service)
+    }
+
+    /// Like [`Self::service_for`], but a model that was loaded once may be unloaded now.
+    pub fn known(&self, model: Option<&str>) -> Result<InUse, ApiError> {
+        let known = self.server.library().models()[self.server.served(model)?].known();
+        known.map_or_else(|| self.service_for(model), Ok)
+    }
 }
 
 /// Waits for a permit, up to `permit_timeout`. `doing` is what the permits are for, for the error.
@@ -462,7 +526,7 @@ pub(in crate::api) struct Reply {
     pub head: Head,
     /// The number of answers to all prompts.
     pub count: usize,
-    pub service: Arc<Service>,
+    pub service: InUse,
     seed: u64,
     /// The request's span: a stream outlives the handler.
     span: tracing::Span,

@@ -1,7 +1,7 @@
 //! Routes of llama.cpp's server outside `/v1`: models, and tokens.
 //!
-//! There is one model. The server loads it at the start, unloads it if it is idle (`engine.idle_unload_s`) or if a request
-//! says so, and loads it again for the next request that needs it.
+//! The server unloads a model if it is idle (`engine.idle_unload_s`) or if a request says so, and loads it again for the next
+//! request that needs it.
 //!
 //! `/tokenize` and `/detokenize` have the fields of both vLLM and llama.cpp's server. A text comes as `prompt` (vLLM:
 //! `add_special_tokens` is true by default) or as `content` (llama.cpp: `add_special` is false by default), and a
@@ -29,6 +29,7 @@ use crate::api::wire;
 use crate::api::wire::bounded::TokenId;
 use crate::api::wire::union::{reference, with_reference};
 use crate::engine::KeepAlive;
+use crate::library::InUse;
 use crate::session::{GenerateRequest, Service};
 
 /// A body that names a model.
@@ -79,13 +80,24 @@ post_route! {
     "/models/unload", "unloadModel", "llama.cpp",
     NamedModel => (description = "The model will be unloaded.", body = Done), BodyErrors,
     unload(server, client: Client, body) -> Json<Done> {
-        named_model(&server, &client, body).await?.engine().unload()?;
+        let read = exchange::process_body(&server, &client, body, |server, body| {
+            let NamedModel { model } = wire::body(body)?;
+            server.served(wire::named(model).as_deref())
+        });
+        let (_, index) = read.await?;
+        let service = server.library().models()[index].service();
+        match service {
+            Some(service) => service.engine().unload()?,
+            // A model of several that was never loaded is unloaded.
+            None if server.library().is_shared() => {}
+            None => return Err(ApiError::Loading),
+        }
         Ok(Json(Done { success: true }))
     }
 }
 
 /// The model that a body names.
-async fn named_model(server: &Arc<Server>, client: &Client, body: Body) -> Result<Arc<Service>, ApiError> {
+async fn named_model(server: &Arc<Server>, client: &Client, body: Body) -> Result<InUse, ApiError> {
     let read = exchange::process_body(server, client, body, |server, body| {
         let NamedModel { model } = wire::body(body)?;
         server.service_for(wire::named(model).as_deref())

@@ -2,7 +2,7 @@
 //! session.
 //!
 //! The server answers before the model is loaded: `/v1/models` from the start and with the same id, `/health` with 503
-//! until [`Server::set_ready`]. A request that it cannot answer as requested gets a typed error (`error`).
+//! until [`Server::set_ready`], if there is one model. A request that it cannot answer as requested gets a typed error (`error`).
 //! Between requests it keeps only stored responses (`openai::responses`), which are limited in number and bytes, and which
 //! only their client can use. Prompts, answers and keys are not logged.
 //!
@@ -31,7 +31,6 @@ mod anthropic;
 mod embedding;
 mod error;
 mod exchange;
-mod report;
 mod http;
 mod ids;
 mod llamacpp;
@@ -57,8 +56,7 @@ pub use http::tls::{Tls, TlsError};
 #[doc(hidden)] // for benches/
 pub use openai::chat::text_chunks;
 pub use openai::models::SUPPORTED_PARAMETERS;
-pub use report::{CourtesyReport, EnergyReport, LiveReport, ModelCard, ModelReport};
-pub use server::{ModelNames, Options, Server};
+pub use server::{Options, Server};
 
 use std::future::Future;
 use std::sync::Arc;
@@ -76,6 +74,7 @@ use utoipa_axum::routes;
 use self::http::middleware::{authenticate, cors, identify, refuse_bodies};
 use self::http::{failures, health, metrics, status};
 use self::openai::{chat, completions, embeddings, input_tokens, models, responses};
+use crate::engine::EngineHandle;
 
 /// All routes, and the page. The answer to an unknown path is a JSON error.
 pub fn router(server: Arc<Server>) -> Router {
@@ -103,6 +102,9 @@ fn around(routes: Router<Arc<Server>>, server: Arc<Server>) -> Router {
 
 /// The error for an unknown path, with what to request instead.
 async fn no_route(State(server): State<Arc<Server>>, uri: Uri) -> ApiError {
+    if let Some(why) = paths::not_implemented(uri.path()) {
+        return ApiError::NotImplemented { path: uri.path().to_owned(), why };
+    }
     let instead = paths::instead(uri.path(), server.documented_paths().chain(paths::WITHOUT_V1));
     ApiError::NoRoute { path: uri.path().to_owned(), instead: instead.into_owned() }
 }
@@ -147,6 +149,7 @@ fn routes() -> OpenApiRouter<Arc<Server>> {
         .routes(routes!(ollama::models::tags))
         .routes(routes!(ollama::models::running))
         .routes(routes!(ollama::models::show))
+        .routes(routes!(ollama::models::pull))
         .routes(routes!(health::health))
         .routes(routes!(health::live))
         .routes(routes!(status::status))
@@ -181,9 +184,7 @@ pub async fn serve(
     let stopping = Arc::clone(&server);
     let stop = async move {
         let grace = shutdown.await;
-        if let Some(engine) = stopping.engine() {
-            engine.drain();
-        }
+        stopping.library().drain();
         let _ = begin.send(grace);
     };
     let serving =
@@ -194,9 +195,11 @@ pub async fn serve(
         };
         tokio::time::sleep(grace).await;
         // An engine that has ended has failed the requests already.
-        if let Some(engine) = server.engine().filter(|engine| engine.ended().is_none()) {
+        let mut engines = server.library().engines();
+        engines.retain(|engine| engine.ended().is_none());
+        if !engines.is_empty() {
             tracing::warn!("requests are still in progress after {} s: they fail", grace.as_secs());
-            engine.abort();
+            engines.iter().for_each(EngineHandle::abort);
         }
         tokio::time::sleep(LAST_WORDS).await;
     };

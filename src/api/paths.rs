@@ -21,14 +21,10 @@ pub(in crate::api) fn documented(path: &str) -> Cow<'_, str> {
 
 /// Routes of other servers and mistakes in base URLs, each with what to do here instead. A path that ends with `/*` means
 /// all paths below it. All except the first few are known with and without `/v1`.
-const ELSEWHERE: [(&[&str], &str); 24] = [
+const ELSEWHERE: [(&[&str], &str); 23] = [
     (&["/v1"], "this is a base URL: GET /v1/models names the model, and POST /v1/chat/completions asks it"),
     // Ollama.
     (&["/api/status"], "GET /status has what the server does and holds"),
-    (
-        &["/api/pull", "/api/push", "/api/create", "/api/copy", "/api/delete", "/api/blobs/*"],
-        "the server keeps the model that it was started with: `unicorn pull` fetches another, and `unicorn serve --model` serves it",
-    ),
     // llama.cpp.
     (
         &["/props"],
@@ -102,6 +98,21 @@ const ELSEWHERE: [(&[&str], &str); 24] = [
     ),
     (&["/complete"], "Anthropic has replaced it: send POST /v1/messages"),
 ];
+
+/// Routes of Ollama that change models, each with why this server does not have it.
+const NOT_IMPLEMENTED: [(&str, &str); 5] = [
+    ("/api/create", "models are made elsewhere, and `unicorn quantize` changes how their weights are stored"),
+    ("/api/push", "this server uploads nothing: the tools of the hub do"),
+    ("/api/copy", "`aliases` of models.serve and server.model_aliases give a model another name"),
+    ("/api/delete", "`unicorn models rm` removes a pulled model"),
+    ("/api/blobs/", "models are read from files, and are not uploaded"),
+];
+
+/// Why the server does not have this route of Ollama's; `None` if it is none of those that change models.
+pub(in crate::api) fn not_implemented(path: &str) -> Option<&'static str> {
+    let is_path = |known: &str| path == known || known.ends_with('/') && path.starts_with(known);
+    NOT_IMPLEMENTED.iter().find(|(known, _)| is_path(known)).map(|(_, why)| *why)
+}
 
 /// What a client should do instead of requesting `path`, which is not one of `routes`.
 pub(in crate::api) fn instead<'a>(path: &str, routes: impl Iterator<Item = &'a str>) -> Cow<'static, str> {

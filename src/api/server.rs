@@ -1,4 +1,4 @@
-//! The state that all handlers share: options, access, the model's service, counters, and stored responses.
+//! The state that all handlers share: options, access, the models, counters, and stored responses.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock, RwLock};
@@ -15,10 +15,9 @@ use crate::api::http::wrong_keys::WrongKeys;
 use crate::api::ids::unix_time_s;
 use crate::api::names::{tagged, untagged};
 use crate::api::openai::responses::store::Responses as StoredResponses;
-use crate::api::report::{ModelCard, ModelReport};
 use crate::api::wire::short;
 use crate::config::SharePrefixes;
-use crate::engine::EngineHandle;
+use crate::library::Library;
 use crate::session::Service;
 
 /// The maximum number of requests between their headers and the engine's queue. With the largest bodies they take half a
@@ -55,28 +54,9 @@ pub struct Options {
     pub lost_log_lines: fn() -> u64,
 }
 
-/// The names by which requests may call the model.
-#[derive(Debug, Clone, Default)]
-pub struct ModelNames {
-    /// The model's id, which is in every answer, also if the request has another name.
-    pub id: String,
-    /// Additional names of the model, which are also in lists of models.
-    pub aliases: Vec<String>,
-    /// Whether requests may use any other name as well.
-    pub any: bool,
-}
-
-impl From<&str> for ModelNames {
-    fn from(id: &str) -> Self {
-        Self { id: id.to_owned(), ..Self::default() }
-    }
-}
-
 /// The state of a server, from before the model is loaded until its end.
 pub struct Server {
-    pub(in crate::api) model_id: String,
-    model_aliases: Vec<String>,
-    any_model_name: bool,
+    library: Library,
     /// When the server started: Unix time, in seconds.
     pub(in crate::api) created: u64,
     pub(in crate::api) started: Instant,
@@ -89,11 +69,6 @@ pub struct Server {
     pub(in crate::api) connections: OpenConnections,
     /// The maximum number of requests in the engine's queue; 0 = the engine's own limit.
     pub(in crate::api) queue: AtomicUsize,
-    pub(in crate::api) service: OnceLock<Arc<Service>>,
-    pub(in crate::api) report: OnceLock<ModelReport>,
-    card: OnceLock<ModelCard>,
-    /// What a load in progress does, in words.
-    load: OnceLock<Box<dyn Fn() -> Option<String> + Send + Sync>>,
     pub(in crate::api) metrics: Arc<Metrics>,
     /// Permits to have a body read and to wait for a processor, held until the request is in the engine's queue.
     pub(in crate::api) arriving: FairSemaphore,
@@ -107,13 +82,10 @@ pub struct Server {
 }
 
 impl Server {
-    pub fn new(names: impl Into<ModelNames>, options: Options, access: AccessPolicy) -> Arc<Self> {
-        let ModelNames { id, aliases, any } = names.into();
+    pub fn new(library: impl Into<Library>, options: Options, access: AccessPolicy) -> Arc<Self> {
         let processors = std::thread::available_parallelism().map_or(1, |n| n.get());
         Arc::new(Self {
-            model_id: id,
-            model_aliases: aliases,
-            any_model_name: any,
+            library: library.into(),
             created: unix_time_s(),
             started: Instant::now(),
             options,
@@ -123,10 +95,6 @@ impl Server {
             places: Places::default(),
             connections: OpenConnections::default(),
             queue: AtomicUsize::new(0),
-            service: OnceLock::new(),
-            report: OnceLock::new(),
-            card: OnceLock::new(),
-            load: OnceLock::new(),
             metrics: Arc::default(),
             arriving: FairSemaphore::new(MAX_ARRIVING, MAX_ARRIVING_OF_ONE),
             tokenizing: FairSemaphore::new(processors, processors),
@@ -150,36 +118,15 @@ impl Server {
         Arc::clone(&self.access.read().expect("nothing panics under this lock"))
     }
 
-    /// Sets the source of what `/health` and `/status` report about a load. Panics at a second call.
-    pub fn set_load(&self, doing: impl Fn() -> Option<String> + Send + Sync + 'static) {
-        assert!(self.load.set(Box::new(doing)).is_ok(), "set_load is called once");
+    pub fn library(&self) -> &Library {
+        &self.library
     }
 
-    pub(in crate::api) fn loading(&self) -> Option<String> {
-        self.load.get().and_then(|doing| doing())
-    }
-
-    /// Lets the server answer with the loaded model, and returns its service. Panics at a second call.
+    /// Lets the server answer with the loaded model, its only one, and returns its service.
     pub fn set_ready(&self, service: Service) -> Arc<Service> {
-        let service = Arc::new(service);
-        assert!(self.service.set(Arc::clone(&service)).is_ok(), "the model was loaded twice");
+        let service = self.library.first().set_ready(service);
         self.fit_queue();
         service
-    }
-
-    /// Gives `/status` and `/metrics` the report of the loaded model. Panics at a second call.
-    pub fn set_report(&self, report: ModelReport) {
-        assert!(self.report.set(report).is_ok(), "the model was loaded twice");
-    }
-
-    /// Sets what lists of models say about the files of the model. Panics at a second call.
-    pub fn set_card(&self, card: ModelCard) {
-        assert!(self.card.set(card).is_ok(), "the model was opened twice");
-    }
-
-    /// What is known of the model's files, once they are read.
-    pub(in crate::api) fn card(&self) -> Result<&ModelCard, ApiError> {
-        self.card.get().ok_or(ApiError::Loading)
     }
 
     /// Sets the length of the engine's queue, now or when the engine exists.
@@ -215,54 +162,37 @@ impl Server {
         has.into_iter().filter(|(_, operation)| operation.is_some()).map(|(method, _)| method).collect()
     }
 
-    fn fit_queue(&self) {
+    /// Sets the queue of the engines that exist to the length of the last [`Self::set_queue`].
+    pub fn fit_queue(&self) {
         let queue = self.queue.load(Ordering::Relaxed);
-        if let Some(engine) = self.engine().filter(|_| queue > 0) {
-            engine.set_queue(queue);
+        if queue > 0 {
+            self.library.engines().iter().for_each(|engine| engine.set_queue(queue));
         }
     }
 
-    pub(in crate::api) fn report(&self) -> Option<&ModelReport> {
-        self.report.get()
+    /// The number of the model that `asked` names, or of the first model if the request names none. Names may have the tag
+    /// that Ollama's clients add.
+    pub(in crate::api) fn served(&self, asked: Option<&str>) -> Result<usize, ApiError> {
+        let unknown = |asked: &str| {
+            let served: Vec<&str> = self.library.models().iter().map(|model| model.id()).collect();
+            ApiError::UnknownModel { asked: short(asked), served: short(&served.join(", ")) }
+        };
+        let Some(asked) = asked else { return Ok(0) };
+        let named = self.listed(asked).map(|(index, _)| index);
+        named.or_else(|| self.library.find(Some(asked))).ok_or_else(|| unknown(asked))
     }
 
-    /// The names in lists of models: the id, and the aliases.
-    pub(in crate::api) fn model_names(&self) -> impl Iterator<Item = &str> {
-        let aliases = self.model_aliases.iter().filter(|alias| **alias != self.model_id);
-        std::iter::once(&self.model_id).chain(aliases).map(String::as_str)
+    /// The number of the model that lists have under this name, and that name without the tag of Ollama's clients.
+    pub(in crate::api) fn listed<'a>(&self, asked: &'a str) -> Option<(usize, &'a str)> {
+        [asked, untagged(asked)].into_iter().find_map(|name| {
+            let index = self.library.models().iter().position(|model| model.is_called(name))?;
+            Some((index, name))
+        })
     }
 
     /// The name of Ollama's lists that answers to a request with this name repeat.
     pub(in crate::api) fn tagged_name(&self, asked: Option<&str>) -> String {
-        let is_listed =
-            |asked: &&str| self.model_names().any(|name| name == *asked || name == untagged(asked));
-        asked.filter(is_listed).map_or_else(|| tagged(&self.model_id), str::to_owned)
-    }
-
-    /// Refuses a `model` that is not served. `None` is always accepted.
-    pub(in crate::api) fn serves(&self, model: Option<&str>) -> Result<(), ApiError> {
-        let named = |asked: &str| self.model_names().any(|name| name == asked || name == untagged(asked));
-        let is_served = |asked: &str| self.any_model_name || named(asked);
-        match model.filter(|asked| !is_served(asked)) {
-            None => Ok(()),
-            Some(asked) => Err(ApiError::UnknownModel { asked: short(asked), served: self.model_id.clone() }),
-        }
-    }
-
-    /// The service of `model`, or of the served model if the request names none.
-    pub(in crate::api) fn service_for(&self, model: Option<&str>) -> Result<Arc<Service>, ApiError> {
-        self.serves(model)?;
-        let service = self.service.get().cloned().ok_or(ApiError::Loading)?;
-        service.engine().health()?;
-        Ok(service)
-    }
-
-    /// The name of the syntax in which the loaded model calls tools.
-    pub(in crate::api) fn call_syntax(&self) -> Option<&'static str> {
-        self.service.get().map(|service| service.call_format().syntax.name)
-    }
-
-    pub(in crate::api) fn engine(&self) -> Option<&EngineHandle> {
-        self.service.get().map(|s| s.engine())
+        let is_listed = |asked: &&str| self.listed(asked).is_some();
+        asked.filter(is_listed).map_or_else(|| tagged(self.library.first().id()), str::to_owned)
     }
 }

@@ -5,8 +5,8 @@ use std::net::ToSocketAddrs as _;
 use super::args::ConfigCommand;
 use super::configuration::Configured;
 use super::error::Error;
+use super::serve;
 use super::terminal::print;
-use super::{load, serve};
 
 /// `unicorn config check` and `unicorn config show`.
 pub fn config(configured: &Configured, command: &ConfigCommand) -> Result<(), Error> {
@@ -24,7 +24,7 @@ fn check(configured: &Configured) -> Result<(), Error> {
     let unusable = |error| Error::Listen { host: host.to_owned(), port, error };
     let addresses: Vec<_> = (host, port).to_socket_addrs().map_err(unusable)?.collect();
     let keys = serve::check(&config.server, &addresses)?;
-    let model = load::files(&config.model)?;
+    let models = serve::check_models(config)?;
     let key_count = match keys {
         0 => "no API key is required".to_owned(),
         keys => format!("API keys: {keys}"),
@@ -32,6 +32,6 @@ fn check(configured: &Configured) -> Result<(), Error> {
     print(&format!(
         "the configuration is good\n   files   {}\n   listens {host}, port {port}; {key_count}\n   model   {}\n",
         configured.sources(),
-        model.name(),
+        models,
     ))
 }

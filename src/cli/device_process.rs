@@ -33,12 +33,12 @@ fn load(task: LoadTask, report: OnProgress<'_>) -> Result<LoadedModel, Error> {
     let watch = if config.gpu.profile { Watch::Kernels } else { Watch::Nothing };
     let source = Source::open(&model)?;
     let draft = draft.as_ref().map(Source::open).transpose()?;
-    let OnDevice { runner: mut model, mut draft, npu, kv } =
+    let OnDevice { runner: mut model, mut draft, npu, kv, usable_bytes } =
         load::on_device(&source, draft.as_ref(), Some(vocab_size), &config, watch, npu.as_ref(), report)?;
     report(Loading::SelfTest, Some(model.device()));
     let self_test = self_test(&mut model, draft.as_mut())?;
     let device = model.device().clone();
-    let report = DeviceReport::new(&model, draft.as_ref(), kv, self_test, npu.clone());
+    let report = DeviceReport::new(&model, draft.as_ref(), kv, self_test, npu.clone(), usable_bytes);
     let npu = npu.map(|start| npu::cli::reader(start, &model));
     Ok(LoadedModel { runner: load::runner_of(model, draft), device, report, npu })
 }

@@ -9,6 +9,7 @@ use crate::device::StartError;
 use crate::engine::{EngineError, SubmitError};
 use crate::gpu::GpuError;
 use crate::hub::HubError;
+use crate::library::LibraryError;
 use crate::model::RunnerError;
 use crate::model::config::ConfigError as ModelConfigError;
 use crate::model::load::LoadError;
@@ -76,6 +77,8 @@ pub enum Error {
     Submit(#[from] SubmitError),
     #[error(transparent)]
     Engine(#[from] EngineError),
+    #[error(transparent)]
+    Library(#[from] LibraryError),
     #[error(transparent)]
     Runner(#[from] RunnerError),
     #[error(transparent)]
@@ -147,6 +150,7 @@ impl Error {
             | Self::Load(LoadError::Config(ModelConfigError::Checkpoint(CheckpointError::NoMemory {
                 ..
             })))
+            | Self::Library(_)
             | Self::Serve(_)
             | Self::Runtime(_)
             | Self::ReloadTimeout { .. }

@@ -210,6 +210,8 @@ pub struct OnDevice {
     pub npu: Option<NpuReport>,
     /// The type of keys and values of the model and of its draft.
     pub kv: ChosenKv,
+    /// How many bytes of the device the load was allowed to use.
+    pub usable_bytes: u64,
 }
 
 /// The type of keys and values that a load takes for a model and its draft, if there is one, whose maximum of tokens
@@ -300,6 +302,7 @@ pub fn on_device(
         offload: npu.as_ref().and_then(Npu::limits),
         ..LoadOptions::default()
     };
+    let usable_bytes = device.machine().usable(&options.memory).iter().sum();
     let since = Instant::now();
     let bar = Bar::bytes("loading");
     let mut progress = |progress: Progress| match progress {
@@ -336,7 +339,7 @@ pub fn on_device(
     };
     tracing::info!("memory   FFN weights: {ffn_choice}{untuned}");
     let npu = npu.map(|npu| npu.attach(&mut runner, config)).transpose()?;
-    Ok(OnDevice { runner, draft, npu, kv })
+    Ok(OnDevice { runner, draft, npu, kv, usable_bytes })
 }
 
 /// The files of the draft model, if one is configured.
@@ -485,6 +488,13 @@ pub fn room(config: &Config, described: Option<(u64, u64)>) -> Result<Room, Erro
             Ok(Room { machine: Machine::of_device(&device), limits: limits(&config.memory), is_software })
         }
     }
+}
+
+/// `budget` bytes of memory, all of which a load may use, on a device that is not known. Its load may take a smaller type
+/// of keys and values, so a plan is not too small.
+pub fn room_within(budget: u64, config: &Config) -> Room {
+    let limits = Limits { reserve: Some(0), ffn_heap: config.memory.ffn_heap, ..Limits::default() };
+    Room { machine: Machine::on_paper(0, budget), limits, is_software: true }
 }
 
 /// Opens the device that a load would choose, without a model.

@@ -76,15 +76,20 @@ pub fn locate(config: &mut Config, command: &mut Command) -> Result<(), Error> {
         | Command::Chat(_)
         | Command::Bench(_)
         | Command::Config(ConfigCommand::Check(_)) => {
-            let caches = caches(config);
-            config.model.draft.as_mut().map(|text| find(&caches, text)).transpose()?;
-            return locate_configured(config);
+            return locate_served(config);
         }
         // Doctor itself reports a model that was not pulled.
         _ => return Ok(()),
     };
     let caches = caches(config);
     draft.into_iter().chain(model).try_for_each(|text| find(&caches, text).map(drop))
+}
+
+/// Replaces the names of one of several models and of its draft with the paths of the pulled models.
+pub fn locate_served(config: &mut Config) -> Result<(), Error> {
+    let caches = caches(config);
+    config.model.draft.as_mut().map(|text| find(&caches, text)).transpose()?;
+    locate_configured(config)
 }
 
 /// Replaces the name of the configured model with the path of the pulled model.

@@ -9,9 +9,10 @@ use super::args::{self, Class, Target};
 use super::error::Error;
 use super::load::{self, Room};
 use super::terminal::{bytes, print};
+use crate::checkpoint::ModelFiles;
 use crate::config::Config;
 use crate::model::arch;
-use crate::model::load::check_draft;
+use crate::model::load::{LoadError, check_draft};
 use crate::model::memory::{
     ChosenKv, DoesNotFit, DraftMemoryRequest, Fit, MAX_SEQUENCES, MemoryRequest, Schemes, quantize_modes,
 };
@@ -83,6 +84,18 @@ pub fn fit(config: &Config, planned: &args::Planned, room: &Room) -> Result<Resu
     Ok(request.fit(&room.machine, &room.limits, config.engine.context, 1, &subject.others))
 }
 
+/// The device memory of a load that may use `budget` bytes of memory that is equally near to the GPU.
+pub fn bytes_to_serve(files: &ModelFiles, config: &Config, budget: u64) -> Result<u64, Error> {
+    let model = part(files, config)?;
+    let draft = config.model.draft.as_ref().map(|path| draft(path, &model.config)).transpose()?;
+    let subject = Subject { model, draft, assumption: None, others: Vec::new() };
+    let room = load::room_within(budget, config);
+    let (request, _) = request(&subject, config, &room, 1);
+    let (context, sequences) = (config.engine.context, config.engine.sequences);
+    let fit = request.fit_to_serve(&room.machine, &room.limits, context, sequences, &[]);
+    Ok(fit.map_err(|error| LoadError::from(Box::new(error)))?.plan.bytes())
+}
+
 fn subject(config: &Config, args: &args::Planned) -> Result<Subject, Error> {
     let mut subject = match (&args.model, args.shape) {
         (Some(model), _) => checkpoint(model, config)?,
@@ -129,11 +142,15 @@ fn request<'a>(
 fn checkpoint(model: &str, config: &Config) -> Result<Subject, Error> {
     let files = load::files_at(Path::new(model), &config.model)?;
     let source = load::Source::open(&files)?;
-    let weights = source.weights()?;
-    let schemes = Schemes::of(&weights, config.model.quantize)?;
-    let others = quantize_modes(&weights)?;
-    let model = Part { name: files.location(), config: source.config, schemes };
-    Ok(Subject { model, draft: None, assumption: None, others })
+    let others = quantize_modes(&source.weights()?)?;
+    Ok(Subject { model: part(&files, config)?, draft: None, assumption: None, others })
+}
+
+/// A model's weights, in the schemes of a load.
+fn part(files: &ModelFiles, config: &Config) -> Result<Part, Error> {
+    let source = load::Source::open(files)?;
+    let schemes = Schemes::of(&source.weights()?, config.model.quantize)?;
+    Ok(Part { name: files.location(), config: source.config, schemes })
 }
 
 /// A draft model's weights keep the schemes of its files.

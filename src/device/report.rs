@@ -29,6 +29,8 @@ pub struct DeviceReport {
     pub kv_dtype: String,
     pub kv_dtype_why: Option<String>,
     pub placements: Vec<Placed>,
+    /// How many bytes of the device the load was allowed to use, these placements included.
+    pub usable_bytes: u64,
     /// What the kernel driver reports of the placements.
     pub residency: String,
     /// Bytes of one sliding block of the model and the draft together.
@@ -47,6 +49,7 @@ impl DeviceReport {
         kv: ChosenKv,
         self_test: SelfTested,
         npu: Option<NpuReport>,
+        usable_bytes: u64,
     ) -> Self {
         let placed = |p: &Placement| Placed {
             class: p.class.name().to_owned(),
@@ -65,6 +68,7 @@ impl DeviceReport {
             kv_dtype: kv.dtype.name().to_owned(),
             kv_dtype_why: kv.why,
             placements: model.placements().iter().map(placed).collect(),
+            usable_bytes,
             residency: model.residency().to_string(),
             sliding_block_bytes: model.sliding_block_bytes() + draft.map_or(0, Draft::sliding_block_bytes),
             self_test,

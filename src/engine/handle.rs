@@ -14,6 +14,7 @@ use tokio::sync::mpsc as events;
 use super::answer::{Answer, Clock, Event};
 use super::energy::EnergyCounter;
 use super::error::{EngineError, SubmitError};
+use super::lease::Lease;
 use super::request::{EVENTS, KeepAlive, MAX_QUEUE, Request};
 use super::scheduler::SchedulerConfig;
 use super::sequence::Sequence;
@@ -32,11 +33,19 @@ pub struct EngineConfig {
     pub idle_unload: Option<Duration>,
     /// Measures the energy that answers report.
     pub energy: Option<Arc<dyn EnergyCounter>>,
+    /// Shared with the other engines of the device. `None` = there are none.
+    pub lease: Option<Arc<Lease>>,
 }
 
 impl Default for EngineConfig {
     fn default() -> Self {
-        Self { queue: 256, scheduler: SchedulerConfig::default(), idle_unload: None, energy: None }
+        Self {
+            queue: 256,
+            scheduler: SchedulerConfig::default(),
+            idle_unload: None,
+            energy: None,
+            lease: None,
+        }
     }
 }
 
@@ -89,8 +98,14 @@ impl Engine {
             end: Condvar::new(),
         });
         let runner = SupervisedRunner::new(runner, factory, config.idle_unload);
-        let mut engine =
-            StepLoop::new(runner, config.scheduler, config.energy, messages, Arc::clone(&shared));
+        let mut engine = StepLoop::new(
+            runner,
+            config.scheduler,
+            config.energy,
+            config.lease,
+            messages,
+            Arc::clone(&shared),
+        );
         let handle = EngineHandle { inbox, shared: Arc::clone(&shared) };
         let spawned = thread::Builder::new().name("engine".into()).spawn(move || {
             // The guard must be dropped after the runner. Otherwise `join` would return while the runner's destructor

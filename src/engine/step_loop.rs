@@ -11,6 +11,7 @@ use tokio::sync::mpsc as events;
 use super::answer::{Answer, Event, FinishReason};
 use super::energy::{EnergyCounter, Ledger};
 use super::error::EngineError;
+use super::lease::{Lease, Turn};
 use super::pace::Pace;
 use super::request::KeepAlive;
 use super::scheduler::{Output, Scheduler, SchedulerConfig, SequenceShare, Step};
@@ -58,6 +59,10 @@ pub(super) struct StepLoop {
     in_flight: VecDeque<InFlight>,
     /// A scheduled step that is submitted as soon as no other step is in flight.
     held: Option<Step>,
+    /// The device that other engines use too; `None` = there are no others.
+    lease: Option<Arc<Lease>>,
+    /// Held while steps are in flight.
+    turn: Option<Turn>,
     /// The time at which the last step ended. The device has worked on the next step since then.
     last_done: Instant,
     answers: HashMap<SequenceId, Answer>,
@@ -73,6 +78,7 @@ impl StepLoop {
         runner: SupervisedRunner,
         config: SchedulerConfig,
         energy: Option<Arc<dyn EnergyCounter>>,
+        lease: Option<Arc<Lease>>,
         messages: Receiver<Message>,
         shared: Arc<Shared>,
     ) -> Self {
@@ -84,6 +90,8 @@ impl StepLoop {
             ledger: Ledger::new(energy),
             in_flight: VecDeque::new(),
             held: None,
+            lease,
+            turn: None,
             last_done: Instant::now(),
             answers: HashMap::new(),
             messages,
@@ -138,6 +146,7 @@ impl StepLoop {
             return false; // the error is a result of the abort
         }
         self.in_flight.clear();
+        self.turn = None;
         self.held = None;
         let is_coprocessor = matches!(error, RunnerError::Coprocessor(_));
         self.stats.losses += u64::from(!is_coprocessor);
@@ -352,6 +361,10 @@ impl StepLoop {
     fn step(&mut self) -> Result<Duration, Failure> {
         let mut drafting = Duration::ZERO;
         self.shared.set_working(DeviceTask::Step);
+        let waited = self.take_turn();
+        if self.lease.is_some() && self.turn.is_none() {
+            return Ok(waited); // the engine must end
+        }
         let courtesy = self.shared.courtesy();
         match self.runner.set_courtesy(courtesy) {
             Ok(false) => {}
@@ -361,7 +374,8 @@ impl StepLoop {
         }
         // With a bound, the submission of a second step would wait for its time slots and delay the results of the
         // first.
-        let most = if courtesy.is_bound() { 1 } else { self.shared.limits.max_in_flight };
+        let is_wanted = self.turn.as_ref().is_some_and(Turn::is_wanted);
+        let most = if courtesy.is_bound() || is_wanted { 1 } else { self.shared.limits.max_in_flight };
         self.ledger.begin_span();
         while self.in_flight.len() < most {
             let step = match self.held.take() {
@@ -402,11 +416,15 @@ impl StepLoop {
             self.scheduler.expect_idle();
             self.shared.set_idle();
             self.ledger.end_span();
-            return Ok(drafting);
+            self.turn = None;
+            return Ok(waited + drafting);
         };
         let before = Instant::now();
         let sampled = self.runner.loaded().wait(ticket).map_err(|error| self.failure(error, Some(&step)))?;
         self.shared.set_finished();
+        if self.in_flight.is_empty() {
+            self.turn = None;
+        }
         let done = Instant::now();
         self.pace.observe(step.load, done - submitted.max(self.last_done));
         self.last_done = done;
@@ -416,7 +434,20 @@ impl StepLoop {
         // A client that gets the end of its answer must not find the answer among those that run.
         self.publish();
         outputs.into_iter().for_each(|output| self.send_output(output, done));
-        Ok(done - before + drafting)
+        Ok(waited + (done - before) + drafting)
+    }
+
+    /// Waits until no other engine computes. Returns the time of the wait.
+    fn take_turn(&mut self) -> Duration {
+        let Some(lease) = self.lease.as_ref().filter(|_| self.turn.is_none()) else { return Duration::ZERO };
+        let began = Instant::now();
+        if lease.is_taken() {
+            // The energy until then is another engine's.
+            self.ledger.end_span();
+        }
+        // An engine that must end does so before its next step.
+        self.turn = lease.take(|| self.shared.aborted.load(Ordering::Acquire));
+        began.elapsed()
     }
 
     /// The next step, and the time that its draft tokens took. `None` if no sequence can get tokens before a step in

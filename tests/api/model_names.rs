@@ -3,8 +3,9 @@
 use axum::body::Body;
 use axum::http::Request;
 use serde_json::{Value, json};
-use unicorn::api::{AccessPolicy, ModelNames, Server};
+use unicorn::api::{AccessPolicy, Server};
 use unicorn::config::{Config, Layer};
+use unicorn::library::ModelNames;
 
 use crate::support::app::{App, DEFAULTS, END_OF_TURN, MODEL, OPTIONS, limits, loaded};
 use crate::support::fake_runner::says;

@@ -421,6 +421,37 @@ async fn lists_have_what_clients_read() {
 }
 
 #[tokio::test]
+async fn a_served_model_needs_no_pull_and_models_are_changed_elsewhere() {
+    let app = app_that_says("Hello");
+    for body in [json!({"model": NAME}), json!({"name": MODEL}), json!({})] {
+        assert_eq!(lines(&app, "/api/pull", body.clone()).await, [json!({"status": "success"})]);
+        assert_eq!(whole(&app, "/api/pull", body).await, json!({"status": "success"}));
+    }
+    let (status, error) = refusal(&app, "/api/pull", json!({"model": "llama3"})).await;
+    assert!(
+        status == 404 && error.contains("unicorn pull") && error.contains("models.serve"),
+        "{status} {error}"
+    );
+    for (method, path, what) in [
+        ("POST", "/api/create", "unicorn quantize"),
+        ("POST", "/api/push", "the tools of the hub"),
+        ("POST", "/api/copy", "aliases"),
+        ("DELETE", "/api/delete", "unicorn models rm"),
+        ("HEAD", "/api/blobs/sha256:0", ""),
+        ("POST", "/api/blobs/sha256:0", "read from files"),
+    ] {
+        let request = Request::builder().method(method).uri(path).body(Body::empty()).expect("sound");
+        let (status, _, bytes) = send(&app.router, request).await;
+        let text = String::from_utf8(bytes).expect("UTF-8");
+        assert!(status == 501 && text.contains(what), "{path}: {status} {text}");
+        if method != "HEAD" {
+            let answer: Value = serde_json::from_str(&text).expect("JSON");
+            assert!(answer["error"].is_string(), "{answer}");
+        }
+    }
+}
+
+#[tokio::test]
 async fn errors_are_in_ollamas_form_and_names_may_have_a_tag() {
     let app = app_that_says("Hello");
     for path in ["/api/chat", "/api/generate", "/api/embed", "/api/embeddings", "/api/show"] {

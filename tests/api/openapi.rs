@@ -325,6 +325,8 @@ fn bodies(previous: &str) -> Vec<(&'static str, Value)> {
         ),
         ("/api/embeddings", json!({"prompt": "Hi", "keep_alive": 1.5})),
         ("/api/show", json!({"model": MODEL, "verbose": false})),
+        ("/api/pull", json!({"model": MODEL, "insecure": false})),
+        ("/api/pull", json!({"name": MODEL, "stream": false})),
         (
             "/v1/responses",
             json!({

@@ -45,12 +45,10 @@ async fn an_unknown_path_names_the_nearest_route() {
 }
 
 /// Paths of other servers, and what the error refers to: a route, an option or a command.
-const ELSEWHERE: [(&str, &str); 37] = [
+const ELSEWHERE: [(&str, &str); 35] = [
     ("/v1", "GET /v1/models"),
     ("/v1/", "GET /v1/models"),
     ("/api/status", "GET /status"),
-    ("/api/pull", "`unicorn pull`"),
-    ("/api/blobs/sha256:0", "`unicorn pull`"),
     ("/props", "GET /v1/models"),
     ("/slots", "GET /status"),
     ("/slots/0", "GET /status"),

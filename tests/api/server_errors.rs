@@ -14,8 +14,9 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tower::ServiceExt;
 use tracing::Dispatch;
 use tracing::dispatcher::DefaultGuard;
-use unicorn::api::{self, AccessPolicy, ModelReport, Server};
+use unicorn::api::{self, AccessPolicy, Server};
 use unicorn::engine::EVENTS;
+use unicorn::library::ModelReport;
 use unicorn::model::Limits;
 
 use crate::support::app::{
@@ -137,7 +138,7 @@ fn app_that_panics(door: AccessPolicy) -> App {
     let ok = tokenizer().encode("ok", false).expect("encodes");
     let app = loaded(Server::new(MODEL, OPTIONS, door), limits(), DEFAULTS, says(&ok, END_OF_TURN));
     let broken = || panic!("the gauge broke:\nin two");
-    app.server.set_report(ModelReport { live: Box::new(broken), ..report() });
+    app.server.library().first().set_report(ModelReport { live: Box::new(broken), ..report() });
     app
 }
 

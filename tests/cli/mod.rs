@@ -6,5 +6,6 @@ mod config;
 mod daemon;
 mod doctor;
 mod families;
+mod library;
 mod options;
 mod systemd;

@@ -11,13 +11,14 @@ use std::path::{Component, Path, PathBuf};
 use crate::support::root;
 
 /// The floors of lib.rs, from the lowest: a module may name those below it.
-const FLOORS: [&[&str]; 10] = [
+const FLOORS: [&[&str]; 11] = [
     &["tensor", "config", "file"],
     &["gpu", "checkpoint", "text", "hub"],
     &["kernels", "quantize"],
     &["model", "device"],
     &["npu", "engine"],
     &["session"],
+    &["library"],
     &["api"],
     &["cli"],
     &["lab"],
@@ -29,11 +30,12 @@ const FLOORS: [&[&str]; 10] = [
 const NEIGHBOURS: [(&str, &str); 3] = [("config", "tensor"), ("kernels", "quantize"), ("device", "model")];
 
 /// Modules below a module that it must not name.
-const HIDDEN: [(&str, &[&str]); 6] = [
+const HIDDEN: [(&str, &[&str]); 7] = [
     ("main", &["lab", "gpu", "kernels"]),
     ("lab", &["api"]),
     ("cli", &["gpu", "api", "kernels"]),
     ("api", &["gpu", "kernels", "checkpoint", "hub", "npu"]),
+    ("library", &["gpu", "kernels", "checkpoint", "hub", "npu"]),
     ("session", &["gpu", "kernels", "checkpoint", "hub", "device", "npu"]),
     ("engine", &["gpu", "kernels", "checkpoint", "text", "quantize", "hub", "device"]),
 ];
@@ -50,10 +52,11 @@ const SHOWN: [(&str, &[&str]); 3] = [
 ];
 
 /// Words of other crates and of the language that a module must not contain.
-const FOREIGN: [(&str, &[&str]); 9] = [
+const FOREIGN: [(&str, &[&str]); 10] = [
     ("tensor", &["std::fs", "std::net", "File", "tokio"]),
     ("config", &["std::fs", "std::net", "File", "tokio"]),
     ("model", &["Instant", "SystemTime", "tokio", "axum", "tokenizers", "minijinja"]),
+    ("library", &["axum", "hyper", "tower"]),
     ("session", &["axum", "hyper", "tower", "utoipa"]),
     ("engine", &["async", "await", "tokio", "axum", "tokenizers", "minijinja", "llguidance", "safetensors"]),
     ("kernels", &["tokio", "axum", "tokenizers"]),

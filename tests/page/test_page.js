@@ -9,6 +9,7 @@
 
 "use strict";
 
+const fs = require("node:fs");
 const path = require("node:path");
 const { SMOLLM2, WAIT_MS, check, emptyFolder, fails, needsTrained, run, same, sleep, unicorn, until } = require("./drive.js");
 
@@ -850,6 +851,51 @@ const tests = {
       check(/capital/i.test(text) && text.length > 40 && !text.includes("<|im_"), text);
       await picture(page, "smollm2");
       same(page.problems, [], "complaints");
+    } finally {
+      server = first;
+      await other.end("SIGTERM");
+    }
+  },
+
+  async several_models_are_chosen_loaded_and_unloaded() {
+    const folder = emptyFolder("page-models");
+    const demo = path.resolve(__dirname, "../../models/demo");
+    const entry = (name) => `[[models.serve]]\nname = "${name}"\npath = "${demo}"\ncontext = 512\n`;
+    const file = path.join(folder, "config.toml");
+    fs.writeFileSync(file, entry("ant") + entry("bee"));
+    const other = await unicorn("page-models", "--config", file);
+    const first = server;
+    try {
+      other.start();
+      await other.ready();
+      server = other;
+      for (const width of [1280, 390]) {
+        const page = await open({ viewport: { width, height: 800 } });
+        await isState(page, width === 1280 ? "unloaded" : "ok");
+        same(await page.locator("#models option").allInnerTexts(), ["ant", "bee"], "the models");
+        await page.selectOption("#models", "bee");
+        await ask(page, "What is the capital of France?");
+        check((await answered(page)).includes("Paris"), await answered(page));
+        const models = async () => (await status()).models.map(({ state }) => state);
+        const are = (...states) => until(async () => JSON.stringify(await models()) === JSON.stringify(states), states.join());
+        await are("unloaded", "loaded");
+        // The choice is remembered.
+        await page.reload();
+        await until(async () => (await page.inputValue("#models")) === "bee", "the chosen model");
+        if (width === 390) await page.click("#tab-status");
+        const rows = page.locator("#library li");
+        await until(async () => (await rows.count()) === 2, "a row for each model");
+        check(/^bee\s+loaded, [0-9.]+ [KMG]iB/.test(await rows.last().innerText()), await rows.last().innerText());
+        await page.click("[aria-label='Load ant']");
+        await are("loaded", "loaded");
+        await picture(page, `models-${width}`);
+        const wide = await page.evaluate(() => document.documentElement.scrollWidth - document.documentElement.clientWidth);
+        same(wide, 0, "pixels to scroll sideways");
+        await page.click("[aria-label='Unload ant']");
+        await are("unloaded", "loaded");
+        same(page.problems, [], "complaints");
+        await page.context().close();
+      }
     } finally {
       server = first;
       await other.end("SIGTERM");

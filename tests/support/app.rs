@@ -6,8 +6,9 @@ use std::time::{Duration, UNIX_EPOCH};
 
 use axum::Router;
 use serde_json::{Value, json};
-use unicorn::api::{self, AccessPolicy, ModelCard, Options, Server};
+use unicorn::api::{self, AccessPolicy, Options, Server};
 use unicorn::engine::{Engine, EngineConfig, EngineHandle};
+use unicorn::library::ModelCard;
 use unicorn::model::{Limits, SamplingOptions};
 use unicorn::session::Service;
 use unicorn::text::{CallFormat, ChatFiles, ChatTemplate, Tokenizer};
@@ -117,7 +118,7 @@ fn loaded_as(
     let (runner, control) = FakeRunner::new(limits, script);
     let engine = Engine::start(runner, EngineConfig { queue, ..EngineConfig::default() });
     let calls = CallFormat::of(&template, &tokenizer);
-    server.set_card(card(&tokenizer, &template));
+    server.library().first().set_card(card(&tokenizer, &template));
     server.set_ready(Service::new(engine.clone(), tokenizer, template, calls, defaults, stops));
     App { router: api::router(Arc::clone(&server)), server, engine, control }
 }

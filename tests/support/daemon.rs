@@ -46,8 +46,19 @@ impl Daemon {
     /// Starts a server and waits until it listens. The model is not loaded yet.
     pub fn begin(model: &Path, args: &[&str], with: impl FnOnce(&mut Command)) -> Self {
         let path = model.to_str().expect("UTF-8");
-        let all =
-            [&["serve", "--model", path, "--name", "a/b", "--port", "0", "--allow-software-vulkan"], args];
+        Self::listening(&[&["--model", path, "--name", "a/b"], args].concat(), with)
+    }
+
+    /// Starts a server with the models of a configuration, and waits until it is ready.
+    pub fn start_configured(config: &Path, args: &[&str]) -> Self {
+        let path = config.to_str().expect("UTF-8");
+        let mut daemon = Self::listening(&[&["--config", path], args].concat(), |_| {});
+        daemon.wait_for_line("ready: http");
+        daemon
+    }
+
+    fn listening(args: &[&str], with: impl FnOnce(&mut Command)) -> Self {
+        let all = [&["serve", "--port", "0", "--allow-software-vulkan"], args];
         let mut command = unicorn_on_software(&all.concat());
         with(&mut command);
         let (reader, writer): (PipeReader, PipeWriter) = std::io::pipe().expect("a pipe");
@@ -97,23 +108,28 @@ impl Daemon {
         self.child.id()
     }
 
-    /// The process id of its device process. Waits until that is started.
+    /// The process id of a device process. Waits until one is started.
     pub fn device_process(&self) -> String {
-        let is_device_process = |pid: &&str| {
-            let line = std::fs::read_to_string(format!("/proc/{pid}/cmdline")).unwrap_or_default();
-            line.contains("device-process")
-        };
         let since = Instant::now();
         loop {
-            let threads = std::fs::read_dir(format!("/proc/{}/task", self.pid())).expect("threads").flatten();
-            let children = threads.map(|thread| std::fs::read_to_string(thread.path().join("children")));
-            let children = children.filter_map(Result::ok).collect::<Vec<_>>().join(" ");
-            if let Some(pid) = children.split_whitespace().find(is_device_process) {
-                return pid.to_owned();
+            if let Some(pid) = self.device_processes().into_iter().next() {
+                return pid;
             }
             assert!(since.elapsed() < HANG, "no device process: {:#?}", self.log);
             std::thread::sleep(Duration::from_millis(1));
         }
+    }
+
+    /// The process ids of its device processes.
+    pub fn device_processes(&self) -> Vec<String> {
+        let is_device_process = |pid: &&str| {
+            let line = std::fs::read_to_string(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+            line.contains("device-process")
+        };
+        let threads = std::fs::read_dir(format!("/proc/{}/task", self.pid())).expect("threads").flatten();
+        let children = threads.map(|thread| std::fs::read_to_string(thread.path().join("children")));
+        let children = children.filter_map(Result::ok).collect::<Vec<_>>().join(" ");
+        children.split_whitespace().filter(is_device_process).map(str::to_owned).collect()
     }
 
     /// Sends a signal, named as for `kill`, to its device process.
@@ -202,7 +218,7 @@ impl Daemon {
     }
 }
 
-fn signal_process(signal: &str, pid: &str) {
+pub fn signal_process(signal: &str, pid: &str) {
     // The shell's builtin, because not every machine has a `kill` program.
     let kill = format!("kill -{signal} {pid}");
     assert!(Command::new("sh").args(["-c", &kill]).status().expect("sh runs").success());

@@ -9,10 +9,11 @@ use socket2::{Domain, Socket, Type};
 use tempfile::TempDir;
 use tokio::sync::oneshot;
 use tokio::task::JoinHandle;
-use unicorn::api::{self, Connections, CourtesyReport, EnergyReport, LiveReport, ModelReport};
+use unicorn::api::{self, Connections};
 use unicorn::device::{
     DeviceReport, DeviceState, HeapReport, KernelTime, NpuReport, Place, Placed, SelfTested,
 };
+use unicorn::library::{CourtesyReport, EnergyReport, LiveReport, ModelReport};
 use unicorn::npu::account;
 
 use super::app::App;
@@ -122,6 +123,7 @@ pub fn report() -> ModelReport {
         kv_dtype: "f16".into(),
         kv_dtype_why: None,
         placements: vec![placed("KV cache", "heap 0", 7), placed("norms", "heap \"1\"", 9)],
+        usable_bytes: 90 << 30,
         residency: "confirmed".into(),
         sliding_block_bytes: 0,
         self_test: SelfTested { kernels: 21, layers: Some(6), seconds: 0.5 },

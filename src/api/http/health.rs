@@ -17,6 +17,7 @@ use crate::api::http::failures::Why;
 use crate::api::server::Server;
 use crate::api::wire::reply::replies;
 use crate::engine::{DeviceTask, EngineError, EngineHandle, EngineState};
+use crate::library::Model;
 
 /// How long a proof that the device works stays valid.
 const FRESH: Duration = Duration::from_secs(5);
@@ -41,22 +42,50 @@ pub enum Health {
 }
 
 impl Health {
-    /// The state, which the device proves now.
+    /// The state, which the device proves now. With several models, it is the worst state of a loaded model: a model that
+    /// cannot be loaded again does not count, because the next request starts it anew.
     pub async fn proven(server: &Server) -> Self {
-        match server.engine() {
-            Some(engine) => proof(server, engine).await,
-            None => Health::Loading(server.loading()),
+        let models = server.library().models();
+        if !server.library().is_shared() {
+            return match server.library().first().engine() {
+                Some(engine) => proof(server, &models[0], &engine).await,
+                None => Health::Loading(models[0].loading()),
+            };
         }
+        let mut all = Vec::new();
+        for (model, engine) in models.iter().filter_map(|model| Some((model, model.engine()?))) {
+            all.push(proof(server, model, &engine).await);
+        }
+        Self::of_all(all)
     }
 
     pub(in crate::api) fn of(server: &Server) -> Self {
-        let Some(engine) = server.engine() else { return Health::Loading(server.loading()) };
+        let models = server.library().models();
+        let of = |model: &Arc<Model>| Some(Self::of_engine(model, &model.engine()?));
+        match server.library().is_shared() {
+            false => of(&models[0]).unwrap_or_else(|| Health::Loading(models[0].loading())),
+            true => Self::of_all(models.iter().filter_map(of).collect()),
+        }
+    }
+
+    /// The state of a server with several models, whose engines have these states. A request waits for the load of its
+    /// model, so loads do not count.
+    fn of_all(engines: Vec<Health>) -> Self {
+        let find = |is_wanted: fn(&Health) -> bool| engines.iter().find(|health| is_wanted(health)).cloned();
+        find(|health| matches!(health, Health::Draining))
+            .or_else(|| find(|health| matches!(health, Health::Unresponsive(_))))
+            .or_else(|| find(|health| matches!(health, Health::Recovering)))
+            .or_else(|| find(|health| matches!(health, Health::Ok)))
+            .unwrap_or(Health::Unloaded)
+    }
+
+    fn of_engine(model: &Model, engine: &EngineHandle) -> Self {
         match (engine.health(), engine.state()) {
             (Err(EngineError::ShuttingDown), _) => Health::Draining,
             (Err(bug @ EngineError::Bug(_)), _) => Health::Failed(bug.to_string()),
             (Err(lost), _) => Health::Lost(lost.to_string()),
             (Ok(()), EngineState::Recovering) => Health::Recovering,
-            (Ok(()), EngineState::Loading) => Health::Loading(server.loading()),
+            (Ok(()), EngineState::Loading) => Health::Loading(model.loading()),
             (Ok(()), EngineState::Unloaded) => Health::Unloaded,
             (Ok(()), EngineState::Ready | EngineState::Lost) => Health::Ok,
         }
@@ -171,13 +200,13 @@ enum Live {
 }
 
 /// Waits for a sign of the device, no longer than a probe may take.
-async fn proof(server: &Server, engine: &EngineHandle) -> Health {
+async fn proof(server: &Server, model: &Model, engine: &EngineHandle) -> Health {
     let patience = server.options.device_timeout;
     let (asked, probe) = (Instant::now(), PROBE.min(patience));
     // A step with gaps between its submits takes longer by as much.
     let patience = patience.div_f64(engine.courtesy().share());
     loop {
-        let health = Health::of(server);
+        let health = Health::of_engine(model, engine);
         if !matches!(health, Health::Ok) {
             return health;
         }

@@ -22,24 +22,35 @@ use axum::response::{IntoResponse, Response};
 
 use crate::api::http::counters::{Histogram, locked};
 use crate::api::openapi::AuthErrors;
-use crate::api::report::LiveReport;
 use crate::api::server::Server;
-use crate::device::Metric;
-use crate::engine::PoolUse;
+use crate::device::{DeviceState, HeapReport, Metric};
+use crate::engine::{PoolUse, Stats};
+use crate::library::{LiveReport, ModelReport};
+use crate::session::Service;
 
-/// The text that Prometheus reads, <https://prometheus.io/docs/instrumenting/exposition_formats/>. Every sample has the
-/// model's name as a label.
+/// The text that Prometheus reads, <https://prometheus.io/docs/instrumenting/exposition_formats/>. The samples of a model
+/// have its name as a label. The samples of the server have it too if there is only one model.
 struct Exposition<'a> {
     text: String,
-    model: &'a str,
+    /// The only model.
+    alone: Option<&'a str>,
+    /// The model of the next samples.
+    model: Option<&'a str>,
     name: &'static str,
 }
 
-impl Exposition<'_> {
-    /// Begins a family. Samples up to the next call belong to it.
+impl<'a> Exposition<'a> {
+    /// Begins a family. Samples up to the next call belong to it, and to the server, or to the model of a later call of
+    /// [`Self::of`].
     fn family(&mut self, name: &'static str, kind: &str, help: &str) -> &mut Self {
-        self.name = name;
+        (self.name, self.model) = (name, self.alone);
         let _ = write!(self.text, "# HELP {name} {help}\n# TYPE {name} {kind}\n");
+        self
+    }
+
+    /// The next samples of the family are of this model.
+    fn of(&mut self, model: &'a str) -> &mut Self {
+        self.model = Some(model);
         self
     }
 
@@ -48,11 +59,11 @@ impl Exposition<'_> {
     }
 
     fn line(&mut self, suffix: &str, labels: &[(&str, &str)], value: impl Display) -> &mut Self {
-        let _ = write!(self.text, "{}{suffix}{{model_name=\"{}\"", self.name, escaped(self.model));
-        for (label, of) in labels {
-            let _ = write!(self.text, ",{label}=\"{}\"", escaped(of));
-        }
-        let _ = writeln!(self.text, "}} {value}");
+        let model = self.model.map(|model| ("model_name", model));
+        let labels = model.iter().chain(labels).map(|(label, of)| format!("{label}=\"{}\"", escaped(of)));
+        let labels = labels.collect::<Vec<_>>().join(",");
+        let labels = if labels.is_empty() { labels } else { format!("{{{labels}}}") };
+        let _ = writeln!(self.text, "{}{suffix}{labels} {value}", self.name);
         self
     }
 
@@ -99,14 +110,25 @@ macro_rules! families {
     ($out:ident: $($kind:ident $name:literal = $value:expr, $help:literal;)*) => {
         $($out.family($name, stringify!($kind), $help).sample(&[], $value);)*
     };
+    // One sample of each model, whose name and value are a pair of the list.
+    ($out:ident, $models:expr, $of:pat_param => $($kind:ident $name:literal = $value:expr, $help:literal;)*) => {
+        $(
+            $out.family($name, stringify!($kind), $help);
+            for (model, $of) in $models {
+                $out.of(model).sample(&[], $value);
+            }
+        )*
+    };
 }
 
 fn exposition(server: &Server) -> String {
     let m = &server.metrics;
-    let mut out = Exposition { text: String::new(), model: &server.model_id, name: "" };
+    let models = server.library().models();
+    let alone = (models.len() == 1).then(|| server.library().first().id());
+    let mut out = Exposition { text: String::new(), alone, model: None, name: "" };
     out.family("unicorn_build_info", "gauge", "The version that runs; always 1.")
         .sample(&[("version", env!("CARGO_PKG_VERSION"))], 1);
-    let is_ready = server.engine().is_some_and(|engine| engine.health().is_ok());
+    let is_ready = server.library().takes_requests();
     families! { out:
         gauge "process_start_time_seconds" = server.created, "When the server started, in Unix time.";
         gauge "unicorn_ready" = u8::from(is_ready),
@@ -162,58 +184,72 @@ fn exposition(server: &Server) -> String {
     ] {
         out.histogram(name, help, histogram);
     }
-    if let Some(service) = server.service.get() {
-        families! { out:
-            counter "unicorn_grammars_compiled_total" = service.grammars_compiled(),
-                "Grammars compiled, those that failed too.";
-        }
-    }
-    of_engine(&mut out, server);
-    of_device(&mut out, server);
+    let engines =
+        models.iter().filter_map(|model| Some((model.id(), (model.service()?, model.engine()?.stats()))));
+    of_engines(&mut out, &engines.collect::<Vec<_>>());
+    let reports = models.iter().filter_map(|model| {
+        let report = model.report()?;
+        let live = (report.live)();
+        Some((model.id(), Measured { report, live }))
+    });
+    of_devices(&mut out, server, &reports.collect::<Vec<_>>());
     out.text
 }
 
-fn of_engine(out: &mut Exposition<'_>, server: &Server) {
-    let Some(engine) = server.engine() else { return };
-    let stats = engine.stats();
-    families! { out:
+fn of_engines<'a>(out: &mut Exposition<'a>, engines: &[(&'a str, (Arc<Service>, Stats))]) {
+    if engines.is_empty() {
+        return;
+    }
+    families! { out, engines, (service, _) =>
+        counter "unicorn_grammars_compiled_total" = service.grammars_compiled(),
+            "Grammars compiled, those that failed too.";
+    }
+    families! { out, engines, (_, stats) =>
         gauge "unicorn_num_requests_waiting" = stats.waiting, "Requests that wait for their first step.";
         gauge "unicorn_num_requests_running" = stats.running, "Answers that are being computed.";
     }
-    let pools = [("full", stats.full), ("sliding", stats.sliding)];
+    let pools = |stats: &Stats| [("full", stats.full), ("sliding", stats.sliding)];
     out.family(
         "unicorn_kv_cache_usage_perc",
         "gauge",
         "Share of a pool's blocks that running answers hold, 0 to 1.",
     );
-    for (pool, PoolUse { free, cached, held }) in pools {
-        let all = free + cached + held;
-        out.sample(&[("pool", pool)], if all == 0 { 0.0 } else { held as f64 / all as f64 });
+    for (model, (_, stats)) in engines {
+        for (pool, PoolUse { free, cached, held }) in pools(stats) {
+            let all = free + cached + held;
+            out.of(model).sample(&[("pool", pool)], if all == 0 { 0.0 } else { held as f64 / all as f64 });
+        }
     }
     out.family(
         "unicorn_kv_cache_blocks",
         "gauge",
         "Blocks of a pool: held by running answers, kept by the prefix cache alone, free.",
     );
-    for (pool, PoolUse { free, cached, held }) in pools {
-        for (state, n) in [("held", held), ("cached", cached), ("free", free)] {
-            out.sample(&[("pool", pool), ("state", state)], n);
+    for (model, (_, stats)) in engines {
+        for (pool, PoolUse { free, cached, held }) in pools(stats) {
+            for (state, n) in [("held", held), ("cached", cached), ("free", free)] {
+                out.of(model).sample(&[("pool", pool), ("state", state)], n);
+            }
         }
     }
-    let drafters = [("lookup", stats.drafts.lookup), ("draft_model", stats.drafts.model)];
+    let drafters = |stats: &Stats| [("lookup", stats.drafts.lookup), ("draft_model", stats.drafts.model)];
     out.family(
         "unicorn_spec_decode_num_draft_tokens_total",
         "counter",
         "Tokens guessed ahead, by who guessed.",
     );
-    for (drafter, drafts) in drafters {
-        out.sample(&[("guesser", drafter)], drafts.proposed);
+    for (model, (_, stats)) in engines {
+        for (drafter, drafts) in drafters(stats) {
+            out.of(model).sample(&[("guesser", drafter)], drafts.proposed);
+        }
     }
     out.family("unicorn_spec_decode_num_accepted_tokens_total", "counter", "Draft tokens that were right.");
-    for (drafter, drafts) in drafters {
-        out.sample(&[("guesser", drafter)], drafts.accepted);
+    for (model, (_, stats)) in engines {
+        for (drafter, drafts) in drafters(stats) {
+            out.of(model).sample(&[("guesser", drafter)], drafts.accepted);
+        }
     }
-    families! { out:
+    families! { out, engines, (_, stats) =>
         counter "unicorn_num_preemptions_total" = stats.preemptions, "Answers put off for want of blocks.";
         counter "unicorn_device_losses_total" = stats.losses, "Times that the device was lost.";
         counter "unicorn_npu_failures_total" = stats.coprocessor_failures,
@@ -232,104 +268,113 @@ fn of_engine(out: &mut Exposition<'_>, server: &Server) {
     }
 }
 
-fn of_device(out: &mut Exposition<'_>, server: &Server) {
-    let Some(report) = server.report() else { return };
+/// What a model's device reports.
+struct Measured {
+    report: Arc<ModelReport>,
+    live: LiveReport,
+}
+
+fn of_devices<'a>(out: &mut Exposition<'a>, server: &Server, models: &[(&'a str, Measured)]) {
+    let Some((_, Measured { live: first, .. })) = models.first() else { return };
     out.family("unicorn_gpu_memory_bytes", "gauge", "What was placed on the device, by class and heap.");
-    for placed in &report.device.placements {
-        out.sample(&[("class", &placed.class), ("heap", &placed.heap)], placed.bytes);
+    for (model, Measured { report, .. }) in models {
+        for placed in &report.device.placements {
+            out.of(model).sample(&[("class", &placed.class), ("heap", &placed.heap)], placed.bytes);
+        }
     }
-    let LiveReport { device, resident, processor, open_files, most_files, courtesy, energy, metrics, .. } =
-        (report.live)();
-    let courtesy_share = courtesy.filter(|courtesy| courtesy.holds).map_or(1.0, |courtesy| courtesy.share);
-    families! { out:
-        gauge "unicorn_courtesy_share" = courtesy_share,
+    families! { out, models, Measured { live, .. } =>
+        gauge "unicorn_courtesy_share" =
+            live.courtesy.filter(|courtesy| courtesy.holds).map_or(1.0, |courtesy| courtesy.share),
             "Share of the device's time that steps may take now; 1 is no bound.";
     }
-    if let Some(state) = &device {
-        if !state.heaps.is_empty() {
-            out.family("unicorn_gpu_heap_size_bytes", "gauge", "Memory of the device, by heap.");
-            for heap in &state.heaps {
-                out.sample(&[("heap", &heap.heap)], heap.size_bytes);
-            }
-            out.family("unicorn_gpu_heap_free_bytes", "gauge", "What of it this process may still take.");
-            for heap in &state.heaps {
-                out.sample(&[("heap", &heap.heap)], heap.free_bytes);
-            }
-            let measured = state.heaps.iter().filter_map(|heap| Some((heap, heap.read_bytes_per_s?)));
-            let measured: Vec<_> = measured.collect();
-            if !measured.is_empty() {
-                let help = "How fast the device read weights from the heap when this was measured.";
-                out.family("unicorn_gpu_heap_read_bytes_per_second", "gauge", help);
-                for (heap, bytes_per_s) in measured {
-                    out.sample(&[("heap", &heap.heap)], bytes_per_s);
-                }
-            }
+    let states = models.iter().filter_map(|(model, of)| Some((*model, of.live.device.as_ref()?)));
+    let states: Vec<(&str, &DeviceState)> = states.collect();
+    if states.iter().any(|(_, state)| !state.heaps.is_empty()) {
+        out.family("unicorn_gpu_heap_size_bytes", "gauge", "Memory of the device, by heap.");
+        of_heaps(out, &states, |heap| Some(heap.size_bytes as f64));
+        out.family("unicorn_gpu_heap_free_bytes", "gauge", "What of it this process may still take.");
+        of_heaps(out, &states, |heap| Some(heap.free_bytes as f64));
+        let is_measured = |heap: &HeapReport| heap.read_bytes_per_s.is_some();
+        if states.iter().any(|(_, state)| state.heaps.iter().any(is_measured)) {
+            let help = "How fast the device read weights from the heap when this was measured.";
+            out.family("unicorn_gpu_heap_read_bytes_per_second", "gauge", help);
+            of_heaps(out, &states, |heap| heap.read_bytes_per_s.map(|bytes_per_s| bytes_per_s as f64));
         }
-        let of_driver = [("vram", state.vram), ("gtt", state.gtt)];
-        if of_driver.iter().any(|(_, bytes)| bytes.is_some()) {
-            let help = "What the driver says this process holds.";
-            out.family("unicorn_gpu_memory_driver_bytes", "gauge", help);
-            for (kind, bytes) in of_driver.iter().filter_map(|(kind, bytes)| Some((kind, (*bytes)?))) {
-                out.sample(&[("kind", kind)], bytes);
+    }
+    let of_driver = |state: &DeviceState| [("vram", state.vram), ("gtt", state.gtt)];
+    if states.iter().any(|(_, state)| state.vram.or(state.gtt).is_some()) {
+        let help = "What the driver says this process holds.";
+        out.family("unicorn_gpu_memory_driver_bytes", "gauge", help);
+        for (model, state) in &states {
+            for (kind, bytes) in of_driver(state).iter().filter_map(|(kind, bytes)| Some((kind, (*bytes)?))) {
+                out.of(model).sample(&[("kind", kind)], bytes);
             }
         }
     }
-    if let Some(bytes) = resident {
+    if let Some(bytes) = resident(first, &states) {
         families! { out: gauge "process_resident_memory_bytes" = bytes, "Host memory of the process."; }
     }
     families! { out:
-        counter "process_cpu_seconds_total" = processor.as_secs_f64(), "Processor time of the server's process.";
+        counter "process_cpu_seconds_total" = first.processor.as_secs_f64(), "Processor time of the server's process.";
     }
-    if let Some(state) = &device {
-        families! { out:
+    if !states.is_empty() {
+        families! { out, &states, state =>
             counter "unicorn_device_process_cpu_seconds_total" = state.processor.as_secs_f64(),
                 "Processor time of the process that drives the device.";
         }
     }
     for (name, help, files) in [
-        ("process_open_fds", "Files that the server's process has open.", open_files),
-        ("process_max_fds", "Files that it may have open.", most_files),
+        ("process_open_fds", "Files that the server's process has open.", first.open_files),
+        ("process_max_fds", "Files that it may have open.", first.most_files),
     ] {
         if let Some(files) = files {
             out.family(name, "gauge", help).sample(&[], files);
         }
     }
-    if let Some(energy) = energy {
+    if let Some(energy) = &first.energy {
         out.family("unicorn_energy_joules_total", "counter", "Energy that the machine used, idle or not.")
             .sample(&[("source", energy.source)], energy.joules);
     }
-    for Metric { name, kind, help, samples } in metrics {
+    // All models have the same metrics.
+    for (i, Metric { name, kind, help, .. }) in first.metrics.iter().enumerate() {
         out.family(name, kind, help);
-        for (label, value) in samples {
-            let label = label.as_ref().map(|(label, of)| (*label, &**of));
-            out.sample(label.as_slice(), value);
+        for (model, Measured { live, .. }) in models {
+            for (label, value) in live.metrics.get(i).iter().flat_map(|metric| &metric.samples) {
+                let label = label.as_ref().map(|(label, of)| (*label, &**of));
+                out.of(model).sample(label.as_slice(), value);
+            }
         }
     }
-    if let Some(state) = &device {
-        families! { out:
+    if !states.is_empty() {
+        families! { out, &states, state =>
             counter "unicorn_gpu_dispatches_total" = state.dispatches, "Dispatches given to the device.";
             counter "unicorn_gpu_copies_total" = state.copies, "Copies given to the device.";
             counter "unicorn_gpu_barriers_total" = state.barriers, "Barriers between them.";
             counter "unicorn_gpu_memory_shortages_total" = state.memory_shortages,
                 "Calls that the driver had no memory for at first, and took later.";
         }
-        if let Some(busy) = state.busy {
-            families! { out:
+        let busy = states.iter().filter_map(|(model, state)| Some((*model, state.busy?)));
+        let busy: Vec<_> = busy.collect();
+        if !busy.is_empty() {
+            families! { out, &busy, busy =>
                 counter "unicorn_gpu_busy_seconds_total" = busy.as_secs_f64(),
                     "Time in which the device computed steps, by its own clock.";
             }
         }
-        families! { out:
+        families! { out, &states, state =>
             counter "unicorn_courtesy_held_seconds_total" = state.rested.as_secs_f64(),
                 "Time for which submits were held back, so that others have the device.";
         }
         let help = "Bytes that dispatches and copies read or wrote, by their arguments.";
         out.family("unicorn_gpu_declared_bytes_total", "counter", help);
-        for (class, bytes) in &state.declared {
-            out.sample(&[("class", class)], *bytes);
+        for (model, state) in &states {
+            for (class, bytes) in &state.declared {
+                out.of(model).sample(&[("class", class)], *bytes);
+            }
         }
     }
-    let kernels = server.metrics.kernels(device.map_or(Vec::new(), |state| state.kernels));
+    let kernels = states.iter().flat_map(|(_, state)| state.kernels.clone());
+    let kernels = server.metrics.kernels(kernels.collect());
     if !kernels.is_empty() {
         out.family(
             "unicorn_kernel_seconds_total",
@@ -348,4 +393,25 @@ fn of_device(out: &mut Exposition<'_>, server: &Server) {
             out.sample(&[("kernel", &kernel.kernel)], kernel.dispatches);
         }
     }
+}
+
+fn of_heaps<'a>(
+    out: &mut Exposition<'a>,
+    states: &[(&'a str, &DeviceState)],
+    value: impl Fn(&HeapReport) -> Option<f64>,
+) {
+    for (model, state) in states {
+        for heap in &state.heaps {
+            if let Some(value) = value(heap) {
+                out.of(model).sample(&[("heap", &heap.heap)], value);
+            }
+        }
+    }
+}
+
+/// Host memory of the server's process and of all device processes. `first` is the report of one of them.
+fn resident(first: &LiveReport, states: &[(&str, &DeviceState)]) -> Option<u64> {
+    let of_first = first.device.as_ref().and_then(|state| state.resident);
+    let own = first.resident?.saturating_sub(of_first.unwrap_or(0));
+    Some(own + states.iter().filter_map(|(_, state)| state.resident).sum::<u64>())
 }

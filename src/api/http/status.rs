@@ -8,12 +8,13 @@ use axum::Json;
 use axum::extract::State;
 
 use crate::api::http::health::{Health, HealthName};
+use crate::api::openai::models::ModelStage;
 use crate::api::openapi::AuthErrors;
-use crate::api::report::CourtesyReport;
 use crate::api::server::Server;
 use crate::api::wire::reply::replies;
 use crate::device::{HeapReport, KernelTime, NpuReport, Placed, SelfTested};
 use crate::engine::{Drafts, PoolUse};
+use crate::library::CourtesyReport;
 
 replies! {
     /// The state of the server and its counts. Fields that need the loaded model are absent before it is loaded.
@@ -22,7 +23,10 @@ replies! {
         message?: String,
         version: &'static str,
         uptime_s: u64,
+        /// The first model. The fields `guesses`, `kv`, `engine`, `device`, `npu`, `memory` and `kernels` are about it too.
         model: StatusModel,
+        /// All models, if there are several.
+        models?: Vec<StatusListed>,
         connections: usize,
         requests: StatusRequests,
         tokens: StatusTokens,
@@ -42,6 +46,20 @@ replies! {
         memory?: StatusMemory,
         /// Times of the kernels, the longest first; empty if they are not measured.
         kernels?: Vec<StatusKernel>,
+    }
+
+    /// One of several models.
+    struct StatusListed {
+        id: String,
+        #[schema(inline)]
+        state: ModelStage,
+        /// Device memory that the model holds now.
+        bytes: u64,
+        context?: usize,
+        waiting?: usize,
+        running?: usize,
+        /// What a load in progress does.
+        loading?: String,
     }
 
     struct StatusModel {
@@ -171,12 +189,14 @@ pub(in crate::api) async fn status(State(server): State<Arc<Server>>) -> Json<St
     let m = &server.metrics;
     let [prompt, cached, generated] = m.tokens();
     let (name, message) = Health::of(&server).report();
-    let engine = server.engine().map(|engine| (engine.stats(), engine.limits()));
+    let model = server.library().first();
+    let handle = model.engine();
+    let engine = handle.as_ref().map(|engine| (engine.stats(), engine.limits()));
     let (stats, limits) =
         (engine.as_ref().map(|(stats, _)| stats), engine.as_ref().map(|(_, limits)| limits));
-    let report = server.report();
-    let device = report.map(|report| &report.device);
-    let live = report.map(|report| (report.live)());
+    let report = model.report();
+    let device = report.as_ref().map(|report| &report.device);
+    let live = report.as_ref().map(|report| (report.live)());
     let courtesy = live.as_ref().and_then(|live| live.courtesy);
     let npu = live.as_ref().and_then(|live| live.npu.clone());
     let kernel = |KernelTime { kernel, dispatches, time }| StatusKernel {
@@ -190,7 +210,7 @@ pub(in crate::api) async fn status(State(server): State<Arc<Server>>) -> Json<St
         version: env!("CARGO_PKG_VERSION"),
         uptime_s: server.started.elapsed().as_secs(),
         model: StatusModel {
-            id: server.model_id.clone(),
+            id: model.id().to_owned(),
             context: limits.map(|limits| limits.max_context),
             vocab_size: limits.map(|limits| limits.vocab_size),
             layers: device.map(|device| device.layers),
@@ -199,6 +219,7 @@ pub(in crate::api) async fn status(State(server): State<Arc<Server>>) -> Json<St
             kv_dtype: device.map(|device| device.kv_dtype.clone()),
             kv_dtype_why: device.map(|device| device.kv_dtype_why.clone()),
         },
+        models: listed(&server),
         connections: server.connections.count(),
         requests: StatusRequests {
             open: server.places.taken(),
@@ -250,4 +271,25 @@ pub(in crate::api) async fn status(State(server): State<Arc<Server>>) -> Json<St
             m.kernels(times).into_iter().map(kernel).collect()
         }),
     })
+}
+
+/// All models of a server with several.
+fn listed(server: &Server) -> Option<Vec<StatusListed>> {
+    let library = server.library();
+    let held = library.held()?;
+    let models = library.models().iter().zip(held).enumerate();
+    let listed = models.map(|(index, (model, bytes))| {
+        let engine = model.engine();
+        let stats = engine.as_ref().map(|engine| engine.stats());
+        StatusListed {
+            id: model.id().to_owned(),
+            state: library.stage(index).into(),
+            bytes,
+            context: engine.as_ref().map(|engine| engine.limits().max_context),
+            waiting: stats.map(|stats| stats.waiting),
+            running: stats.map(|stats| stats.running),
+            loading: model.loading(),
+        }
+    });
+    Some(listed.collect())
 }

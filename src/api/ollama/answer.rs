@@ -267,6 +267,10 @@ impl<R: Route> Format for AnswerFormat<R> {
         Ok((vec![(engine, answer)], format))
     }
 
+    fn is_unload(Wanted { form, prompt }: &Self::Form) -> bool {
+        prompt.is_none() && unloads(form.keep_alive)
+    }
+
     async fn ready(&self, service: &Service) -> Result<(), ApiError> {
         if self.prompt.is_some() {
             return Ok(());

@@ -6,6 +6,7 @@ use std::time::{Duration, SystemTime};
 
 use axum::Json;
 use axum::extract::State;
+use axum::response::{IntoResponse as _, Response};
 use serde::Deserialize;
 use serde_json::{Value, json};
 use utoipa::ToSchema;
@@ -15,11 +16,12 @@ use crate::api::exchange;
 use crate::api::ids::date_after;
 use crate::api::names::tagged;
 use crate::api::openapi::{OllamaAuthErrors, OllamaErrors, post_route};
-use crate::api::report::ModelCard;
 use crate::api::server::Server;
 use crate::api::wire;
 use crate::api::wire::reply::replies;
+use crate::api::wire::union::Lines;
 use crate::engine::EngineState;
+use crate::library::{Model, ModelCard, Stage};
 
 /// The version of Ollama whose API these routes have. Clients read it as three numbers, and refuse old versions.
 const VERSION: &str = "0.30.0";
@@ -109,6 +111,52 @@ pub(in crate::api) struct OllamaShowRequest {
     name: Option<String>,
 }
 
+/// The body of `/api/pull`.
+#[derive(Debug, Deserialize, ToSchema)]
+pub(in crate::api) struct OllamaPullRequest {
+    /// A name that `/api/tags` lists; if absent or empty, the first model.
+    model: Option<String>,
+    /// The older name of `model`.
+    name: Option<String>,
+    /// Whether the answer is a line of a stream; true by default.
+    stream: Option<bool>,
+}
+
+replies! {
+    pub(in crate::api) struct OllamaPulled {
+        /// Always `success`.
+        status: &'static str,
+    }
+}
+
+type OllamaPullLines = Lines<OllamaPulled>;
+
+post_route! {
+    /// Succeeds if the model is served, in Ollama's format. The server downloads no model: the error says what does.
+    "/api/pull", "ollamaPull", "Ollama",
+    OllamaPullRequest => (
+        description = "The model is served.",
+        content((OllamaPulled = "application/json"), (inline(OllamaPullLines) = "application/x-ndjson")),
+    ), OllamaErrors,
+    pull(server, client: Client, body) -> Response {
+        let read = exchange::process_body(&server, &client, body, |server, body| {
+            let OllamaPullRequest { model, name, stream } = wire::body(body)?;
+            let model = wire::named(model.or(name));
+            server.served(model.as_deref()).map_err(|error| match error {
+                ApiError::UnknownModel { asked, .. } => ApiError::NotPulled { asked },
+                other => other,
+            })?;
+            Ok(stream.unwrap_or(true))
+        });
+        let (_, stream) = read.await?;
+        let pulled = OllamaPulled { status: "success" };
+        Ok(match stream {
+            true => exchange::lines(futures::stream::iter([exchange::json_text(&pulled)])),
+            false => Json(pulled).into_response(),
+        })
+    }
+}
+
 /// Returns the version of Ollama's API.
 #[utoipa::path(
     get,
@@ -130,17 +178,21 @@ pub(in crate::api) async fn version() -> Json<OllamaVersion> {
     responses((status = 200, description = "The list.", body = OllamaModels), OllamaAuthErrors),
 )]
 pub(in crate::api) async fn tags(State(server): State<Arc<Server>>) -> Result<Json<OllamaModels>, ApiError> {
-    let card = server.card()?;
-    let model = |name: &str| OllamaModel {
-        name: tagged(name),
-        model: tagged(name),
-        modified_at: modified(card),
-        size: card.bytes,
-        digest: card.digest.clone(),
-        details: details(&server, card),
-        capabilities: capabilities(card),
-    };
-    Ok(Json(OllamaModels { models: server.model_names().map(model).collect() }))
+    let models = server.library().models();
+    let listed = models.iter().filter_map(|model| Some((model, model.card()?)));
+    let named = listed.flat_map(|(model, card)| {
+        model.names().map(move |name| OllamaModel {
+            name: tagged(name),
+            model: tagged(name),
+            modified_at: modified(card),
+            size: card.bytes,
+            digest: card.digest.clone(),
+            details: details(model, card),
+            capabilities: capabilities(card),
+        })
+    });
+    let models: Vec<_> = named.collect();
+    if models.is_empty() { Err(ApiError::Loading) } else { Ok(Json(OllamaModels { models })) }
 }
 
 /// Lists the loaded models, in Ollama's format.
@@ -151,25 +203,23 @@ pub(in crate::api) async fn tags(State(server): State<Arc<Server>>) -> Result<Js
     tag = "Ollama",
     responses((status = 200, description = "The list.", body = OllamaRunning), OllamaAuthErrors),
 )]
-pub(in crate::api) async fn running(
-    State(server): State<Arc<Server>>,
-) -> Result<Json<OllamaRunning>, ApiError> {
-    let Some(engine) = server.engine().filter(|engine| engine.state() == EngineState::Ready) else {
-        return Ok(Json(OllamaRunning { models: Vec::new() }));
-    };
-    let card = server.card()?;
-    let placements = server.report().map_or(&[][..], |report| &report.device.placements);
-    let model = OllamaRunningModel {
-        name: tagged(&server.model_id),
-        model: tagged(&server.model_id),
-        size: card.bytes,
-        digest: card.digest.clone(),
-        details: details(&server, card),
-        expires_at: date_after(engine.kept_for().unwrap_or(FOREVER)),
-        size_vram: placements.iter().map(|placed| placed.bytes).sum(),
-        context_length: engine.limits().max_context,
-    };
-    Ok(Json(OllamaRunning { models: vec![model] }))
+pub(in crate::api) async fn running(State(server): State<Arc<Server>>) -> Json<OllamaRunning> {
+    let library = server.library();
+    let running = library.models().iter().enumerate().filter_map(|(index, model)| {
+        let (card, engine) = (model.card()?, model.engine()?);
+        let is_loaded = library.stage(index) == Stage::Loaded && engine.state() == EngineState::Ready;
+        is_loaded.then(|| OllamaRunningModel {
+            name: tagged(model.id()),
+            model: tagged(model.id()),
+            size: card.bytes,
+            digest: card.digest.clone(),
+            details: details(model, card),
+            expires_at: date_after(engine.kept_for().unwrap_or(FOREVER)),
+            size_vram: model.report().map_or(0, |report| report.bytes()),
+            context_length: engine.limits().max_context,
+        })
+    });
+    Json(OllamaRunning { models: running.collect() })
 }
 
 post_route! {
@@ -179,16 +229,17 @@ post_route! {
     show(server, client: Client, body) -> Json<OllamaShown> {
         let read = exchange::process_body(&server, &client, body, |server, body| {
             let OllamaShowRequest { model, name } = wire::body(body)?;
-            server.serves(wire::named(model.or(name)).as_deref())
+            server.served(wire::named(model.or(name)).as_deref())
         });
-        read.await?;
-        let card = server.card()?;
-        let details = details(&server, card);
+        let (_, index) = read.await?;
+        let model = &server.library().models()[index];
+        let card = model.card().ok_or(ApiError::Loading)?;
+        let details = details(model, card);
         let arch = &card.architecture;
         let of_arch = |key: &str, value: usize| (format!("{arch}.{key}"), json!(value));
         let model_info = BTreeMap::from([
             ("general.architecture".to_owned(), json!(arch)),
-            ("general.basename".to_owned(), json!(server.model_id)),
+            ("general.basename".to_owned(), json!(model.id())),
             ("general.parameter_count".to_owned(), json!(card.parameters)),
             of_arch("context_length", details.context_length),
             of_arch("embedding_length", card.hidden_size),
@@ -197,7 +248,7 @@ post_route! {
         ]);
         Ok(Json(OllamaShown {
             modelfile: "",
-            parameters: parameters(&server, details.context_length),
+            parameters: parameters(model, details.context_length),
             template: card.template.clone(),
             details,
             model_info,
@@ -208,9 +259,9 @@ post_route! {
 }
 
 /// The defaults of `options`.
-fn parameters(server: &Server, context: usize) -> String {
+fn parameters(model: &Model, context: usize) -> String {
     let mut lines = vec![format!("num_ctx  {context}")];
-    if let Some(service) = server.service.get() {
+    if let Some(service) = model.service() {
         let params = service.sampling_params(&Default::default());
         lines.push(format!("temperature  {}", params.temperature));
         lines.push(format!("top_k  {}", params.top_k));
@@ -221,7 +272,7 @@ fn parameters(server: &Server, context: usize) -> String {
     lines.join("\n")
 }
 
-fn details(server: &Server, card: &ModelCard) -> OllamaDetails {
+fn details(model: &Model, card: &ModelCard) -> OllamaDetails {
     OllamaDetails {
         parent_model: "",
         format: card.format.clone(),
@@ -230,7 +281,7 @@ fn details(server: &Server, card: &ModelCard) -> OllamaDetails {
         parameter_size: parameter_size(card.parameters),
         quantization_level: card.quantization.clone(),
         // A model that was not loaded yet may get a smaller context.
-        context_length: server.engine().map_or(card.context, |engine| engine.limits().max_context),
+        context_length: model.engine().map_or(card.context, |engine| engine.limits().max_context),
         embedding_length: card.hidden_size,
     }
 }

@@ -142,7 +142,7 @@ post_route! {
         Ok(Json(Embeddings {
             object: ListName::List,
             data: data.collect(),
-            model: server.model_id.clone(),
+            model: service.model().id().to_owned(),
             usage: EmbeddingsUsage { prompt_tokens: tokens, total_tokens: tokens },
         }))
     }

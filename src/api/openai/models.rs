@@ -1,4 +1,4 @@
-//! `/v1/models`: the served model, with the fields of OpenAI, Anthropic, OpenRouter, vLLM and llama.cpp.
+//! `/v1/models`: the served models, with the fields of OpenAI, Anthropic, OpenRouter, vLLM and llama.cpp.
 
 use std::sync::Arc;
 
@@ -10,12 +10,12 @@ use utoipa::ToSchema;
 
 use crate::api::error::{ApiError, ErrorBody};
 use crate::api::ids::rfc3339;
-use crate::api::names::untagged;
 use crate::api::openapi::AuthErrors;
 use crate::api::server::Server;
 use crate::api::wire::reply::{ListName, replies};
 use crate::api::wire::union::words;
-use crate::engine::{EngineHandle, EngineState};
+use crate::engine::EngineHandle;
+use crate::library::Stage;
 
 /// Parameters of chat completions besides the messages, as OpenRouter's list of models names them.
 pub const SUPPORTED_PARAMETERS: [&str; 22] = [
@@ -78,10 +78,10 @@ pub(in crate::api) async fn model(
     id: Result<Path<String>, PathRejection>,
 ) -> Result<Json<Model>, ApiError> {
     let Path(id) = id.map_err(|_| ApiError::invalid("model", "expected an id in UTF-8"))?;
-    server.serves(Some(&id))?;
-    let name = server.model_names().find(|name| *name == id || *name == untagged(&id));
+    let index = server.served(Some(&id))?;
     // Any name may be allowed. A name that is in no list means the id.
-    Ok(Json(Model::of(&server, name.unwrap_or(&server.model_id))))
+    let name = server.listed(&id).map_or(server.library().models()[index].id(), |(_, name)| name);
+    Ok(Json(Model::of(&server, index, name)))
 }
 
 words! {
@@ -149,26 +149,26 @@ replies! {
     /// The status of a model, as llama.cpp's server reports it for several models.
     struct ModelStatus {
         #[schema(inline)]
-        value: Stage,
+        value: ModelStage,
     }
 }
 
 #[derive(Serialize, ToSchema)]
 #[serde(rename_all = "lowercase")]
-enum Stage {
+pub(in crate::api) enum ModelStage {
     Loaded,
     /// It is loaded for the first time, or again after the device was lost, or for a request.
     Loading,
-    /// The model was idle. The next request loads it again.
+    /// The model was idle, or was not requested yet. The next request loads it.
     Unloaded,
 }
 
-impl Stage {
-    fn of(engine: Option<&EngineHandle>) -> Self {
-        match engine.map(EngineHandle::state) {
-            None | Some(EngineState::Loading | EngineState::Recovering) => Self::Loading,
-            Some(EngineState::Unloaded) => Self::Unloaded,
-            Some(EngineState::Ready | EngineState::Lost) => Self::Loaded,
+impl From<Stage> for ModelStage {
+    fn from(stage: Stage) -> Self {
+        match stage {
+            Stage::Loaded => Self::Loaded,
+            Stage::Loading => Self::Loading,
+            Stage::Unloaded => Self::Unloaded,
         }
     }
 }
@@ -191,33 +191,37 @@ replies! {
 
 impl ModelList {
     pub fn of(server: &Server) -> Self {
-        let data: Vec<Model> = server.model_names().map(|name| Model::of(server, name)).collect();
+        let models = server.library().models().iter().enumerate();
+        let named = models.flat_map(|(i, model)| model.names().map(move |name| Model::of(server, i, name)));
+        let data: Vec<Model> = named.collect();
         let [first_id, last_id] = [data.first(), data.last()].map(|model| Some(model?.id.clone()));
         Self { object: ListName::List, data, models: Vec::new(), has_more: false, first_id, last_id }
     }
 }
 
 impl Model {
-    fn of(server: &Server, name: &str) -> Self {
-        let limits = server.engine().map(EngineHandle::limits);
+    fn of(server: &Server, index: usize, name: &str) -> Self {
+        let model = &server.library().models()[index];
+        let engine = model.engine();
+        let limits = engine.as_ref().map(EngineHandle::limits);
         let context = limits.map(|limits| limits.max_context);
         Self {
             id: name.to_owned(),
             object: ModelObject::Model,
             r#type: ModelObject::Model,
-            display_name: server.model_id.clone(),
+            display_name: model.id().to_owned(),
             created: server.created,
             created_at: rfc3339(server.created),
             lifecycle: Lifecycle::Active,
             owned_by: env!("CARGO_PKG_NAME"),
-            status: ModelStatus { value: Stage::of(server.engine()) },
+            status: ModelStatus { value: server.library().stage(index).into() },
             architecture: Architecture {
                 modality: "text->text",
                 input_modalities: ["text"],
                 output_modalities: ["text"],
             },
             supported_parameters: SUPPORTED_PARAMETERS,
-            tool_call_parser: server.call_syntax(),
+            tool_call_parser: model.call_syntax(),
             max_model_len: context,
             context_length: context,
             max_context_length: context,

@@ -51,6 +51,13 @@ export async function getJson(path, signal) {
   });
 }
 
+/** Sends an object, and returns the object that the server answers. */
+export async function postJson(path, body) {
+  const headers = { "Content-Type": "application/json" };
+  const response = await call(path, { method: "POST", headers, body: JSON.stringify(body) });
+  return response.json();
+}
+
 /** The chunks of a streamed chat completion, as objects. Throws where it ends before its `[DONE]`. */
 export async function* streamChat(body, signal) {
   const response = await call("v1/chat/completions", {

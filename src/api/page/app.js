@@ -92,15 +92,30 @@ for (const tab of tabs) {
 
 // --- begin ----------------------------------------------------------------------------------------------
 
-/** Asks for the model's name, and shows it. The list of models is there while the model loads. */
+/** Asks for the names of the models, and shows the one that was chosen last. The list is there while a model loads. */
 async function nameModel() {
   const { data } = await getJson("v1/models");
-  const id = data[0].id;
-  $("#model").textContent = id;
-  document.title = `${id} · Unicorn`;
-  chat.setModel(id);
+  // An alias is listed too, with the id of its model.
+  const ids = data.filter(({ id, display_name: own }) => (own ?? id) === id).map(({ id }) => id);
+  const last = recall("local", "model");
+  const id = ids.includes(last) ? last : ids[0];
+  const several = ids.length > 1;
+  $("#model").textContent = several ? "" : id;
+  $("#models").hidden = !several;
+  $("#models").replaceChildren(...(several ? ids.map((one) => new Option(one, one, false, one === id)) : []));
+  useModel(id);
   return id;
 }
+
+function useModel(id) {
+  document.title = `${id} · Unicorn`;
+  chat.setModel(id);
+}
+
+$("#models").addEventListener("change", ({ target }) => {
+  remember("local", "model", target.value);
+  useModel(target.value);
+});
 
 // Where it fails, the status says what is wrong; once that is over, this is asked again.
 const tryToNameModel = () => nameModel().catch(() => {});

@@ -1,8 +1,9 @@
 // The server as it is now: asked every second or two while the page is visible, never by a page in the background. A figure that
 // the server does not tell is left out; none is made up.
 
-import { getJson } from "./api.js";
+import { getJson, postJson } from "./api.js";
 import { rate } from "./chat.js";
+import { say } from "./notice.js";
 
 const EVERY_MS = 1500;
 const AWAY_MS = 3000;
@@ -89,9 +90,10 @@ function showState({ state: now, message }) {
 
 function showFigures({ tokens = {}, requests = {}, kv = {}, memory = {}, kernels = [], model = {}, device = {}, ...server }) {
   showSpeed(tokens.generated);
+  showModels(server.models ?? []);
   rows($("#requests"), [
-    ["Requests running", requests.running],
-    ["Requests waiting", requests.waiting],
+    ["Requests running", sum(server.models, "running") ?? requests.running],
+    ["Requests waiting", sum(server.models, "waiting") ?? requests.waiting],
   ]);
 
   const pools = [["Full attention", kv.full], ["Sliding window", kv.sliding]];
@@ -140,6 +142,45 @@ function showFigures({ tokens = {}, requests = {}, kv = {}, memory = {}, kernels
     ["Version", server.version],
     ["Last error", server.last_error?.message],
   ]);
+}
+
+/** The sum of a figure of several models; undefined if there is one model. */
+const sum = (models, figure) => models?.reduce((all, model) => all + (model[figure] ?? 0), 0);
+
+const ACTIONS = { loaded: "Unload", unloaded: "Load" };
+
+/** Several models: what each does and holds, with a button that loads or unloads it. */
+function showModels(models) {
+  const list = $("#library ul");
+  $("#library").hidden = models.length === 0;
+  // Rows stay, so that a button keeps the focus.
+  while (list.children.length > models.length) list.lastElementChild.remove();
+  while (list.children.length < models.length) {
+    const row = $("#library-model").content.cloneNode(true).firstElementChild;
+    row.querySelector("button").addEventListener("click", () => act(row));
+    list.append(row);
+  }
+  models.forEach(({ id, state, bytes: held, loading }, i) => {
+    const row = list.children[i];
+    const [name, what] = row.querySelectorAll("span");
+    name.textContent = id;
+    what.textContent = loading ?? (held ? `${state}, ${bytes(held)}` : state);
+    row.dataset.model = id;
+    row.dataset.state = state;
+    const button = row.querySelector("button");
+    button.hidden = !(state in ACTIONS);
+    button.textContent = ACTIONS[state] ?? "";
+    button.setAttribute("aria-label", `${button.textContent} ${id}`);
+  });
+}
+
+async function act({ dataset: { model, state: was } }) {
+  try {
+    await postJson(was === "loaded" ? "models/unload" : "models/load", { model });
+  } catch (error) {
+    say(error.message);
+  }
+  look();
 }
 
 function showSpeed(tokens) {

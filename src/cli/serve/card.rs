@@ -4,10 +4,10 @@ use std::collections::BTreeMap;
 
 use sha2::{Digest, Sha256};
 
-use crate::api::ModelCard;
 use crate::checkpoint::ModelFiles;
 use crate::cli::error::Error;
 use crate::cli::load::{Source, Texts};
+use crate::library::ModelCard;
 
 pub fn card(files: &ModelFiles, texts: &Texts) -> Result<ModelCard, Error> {
     let source = Source::open(files)?;

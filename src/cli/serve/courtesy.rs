@@ -14,10 +14,10 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::Duration;
 
-use crate::api::CourtesyReport;
 use crate::config::Courtesy;
 use crate::engine::EngineHandle;
 use crate::file;
+use crate::library::CourtesyReport;
 
 const RUN: &str = "/run";
 const RUN_VARIABLE: &str = "UNICORN_RUN_DIR";

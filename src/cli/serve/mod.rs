@@ -3,14 +3,14 @@
 mod auth;
 mod card;
 mod courtesy;
+mod models;
 mod report;
 mod reload;
 mod systemd;
 
 use std::net::SocketAddr;
 use std::path::Path;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, OnceLock};
+use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -23,21 +23,17 @@ use tokio::sync::{Notify, oneshot};
 
 use self::auth::{access_policy, check_keyless, is_public};
 use self::courtesy::CourtesyWatch;
+pub use self::models::check as check_models;
+use self::models::{Loads, ModelLoader, Shared};
 pub use self::reload::Reload;
 use self::reload::Running;
-use super::doctor::Machine;
-use super::energy::Meter;
 use super::error::Error;
-use super::load::{self, EndEngine};
+use super::load::EndEngine;
 use super::log;
-use crate::api::{self, Connections, FILES_PER_CONNECTION, ModelNames, ModelReport, Options, Server, Tls};
-use crate::checkpoint::ModelFiles;
+use crate::api::{self, Connections, FILES_PER_CONNECTION, Options, Server, Tls};
 use crate::config::{self, Config};
-use crate::device::{DeviceFactory, Observer};
-use crate::engine::{EnergyCounter, Engine, EngineConfig, EngineHandle};
-use crate::model::Runner;
-use crate::model::arch;
-use crate::session::Service;
+use crate::engine::EngineHandle;
+use crate::library::Loaded;
 use crate::text::panic_message;
 
 /// How often a stream that waits for its first token sends a comment.
@@ -69,8 +65,8 @@ const SIGNAL_DELAY: Duration = Duration::from_millis(200);
 /// Longest wait until an engine that ended because of an error releases the device.
 const LOST_END: Duration = Duration::from_secs(2);
 
-/// Serves until SIGINT or SIGTERM, until the load fails, or until the engine ends. The latter two return their error,
-/// even if a signal follows. The energy counters of the machine are read below `root`.
+/// Serves until SIGINT or SIGTERM, until a load at the start fails, or until the engine of the only model ends. The latter
+/// two return their error, even if a signal follows. The energy counters of the machine are read below `root`.
 pub fn serve(config: &Config, root: Option<&Path>, reload: Reload, log_filter: String) -> Result<(), Error> {
     let runtime = runtime()?;
     // The handler must be registered first: a SIGHUP before that would end the process.
@@ -78,10 +74,13 @@ pub fn serve(config: &Config, root: Option<&Path>, reload: Reload, log_filter: S
         let _within = runtime.enter();
         signal(SignalKind::hangup()).map_err(Error::Runtime)?
     };
-    let original = config.clone();
-    let machine = Machine::new(root);
-    let files = load::files(&config.model)?;
-    let model_id = load::model_id(&files, config);
+    let courtesy = CourtesyWatch::new(config.engine.courtesy);
+    let loads = Loads::default();
+    let lease = models::is_of_several(config).then(Arc::default);
+    let shared = Shared { root, courtesy: courtesy.clone(), log_filter, loads: loads.clone(), lease };
+    let (library, loaders) = models::library(config, &shared)?;
+    let names: Vec<&str> = library.models().iter().map(|model| model.id()).collect();
+    let names = names.join(", ");
     let options = Options {
         max_body_bytes: config.server.max_body_bytes,
         stored_responses: config.server.stored_responses,
@@ -100,20 +99,11 @@ pub fn serve(config: &Config, root: Option<&Path>, reload: Reload, log_filter: S
     let keyless = access.keys.is_empty();
     let connections = connections(&config.server)?;
     let scheme = if connections.tls.is_some() { "https" } else { "http" };
-    let names = ModelNames {
-        id: model_id.clone(),
-        aliases: config.server.model_aliases.clone(),
-        any: config.server.any_model_name,
-    };
-    let server = Server::new(names, options, access);
+    let server = Server::new(library, options, access);
     let grace = Duration::from_secs(config.server.shutdown_grace_s);
 
+    // The thread that loads the only model.
     let mut load = None;
-    let engine: Arc<OnceLock<EngineHandle>> = Arc::default();
-    // Ends the load, and every wait for the device.
-    let cancelled = Arc::new(AtomicBool::new(false));
-    let observer = Observer::new(log_filter);
-    let courtesy = CourtesyWatch::new(config.engine.courtesy);
     let result = runtime.block_on(async {
         let socket = systemd::socket().map_err(Error::Serve)?;
         let is_handed_over = socket.is_some();
@@ -129,32 +119,31 @@ pub fn serve(config: &Config, root: Option<&Path>, reload: Reload, log_filter: S
                 "prompts, answers and keys cross the network unencrypted: set server.tls_cert and server.tls_key"
             );
         }
-        tracing::info!("listening on {base}, model {model_id:?}; loading");
+        let (what, state) =
+            if server.library().is_shared() { ("models", "each is loaded for its first request") } else { ("model", "loading") };
+        tracing::info!("listening on {base}, {what} {names:?}; {state}");
 
-        // The load has its own thread, because the runtime must react to a signal during the load.
-        let (done, loaded) = oneshot::channel();
-        let (load_config, started) = (config.clone(), Arc::clone(&engine));
-        let (load_cancelled, load_observer) = (Arc::clone(&cancelled), observer.clone());
-        let doing = {
-            let observer = observer.clone();
-            move || observer.loading()
+        // Receives the only model, once it is loaded.
+        let loaded = match server.library().is_shared() {
+            true => None,
+            false => {
+                let (thread, loaded) = load_in_thread(&loaders[0])?;
+                load = Some(thread);
+                Some(loaded)
+            }
         };
-        server.set_load(doing.clone());
-        let (load_courtesy, of_loader) = (courtesy.clone(), Arc::clone(&server));
-        let loader = std::thread::Builder::new().name("load".into()).spawn(move || {
-            let served = load_and_start(&of_loader, &files, &load_config, &machine, load_observer, load_courtesy, load_cancelled);
-            // The engine is stored here too, because after a signal the receiver of the channel no longer
-            // exists.
-            let served = served.inspect(|(service, _)| drop(started.set(service.engine().clone())));
-            drop(done.send(served));
-        });
-        load = Some(loader.map_err(Error::Runtime)?);
-
-        let (server_there, tls) = (Arc::clone(&server), connections.tls.clone());
-        let running = Running { config: original, server: server_there, tls, address, reload, observer, courtesy };
+        let running = Running {
+            config: config.clone(),
+            server: Arc::clone(&server),
+            tls: connections.tls.clone(),
+            address,
+            reload,
+            observers: loaders.iter().map(|loader| loader.observer.clone()).collect(),
+            courtesy,
+        };
         tokio::spawn(running.reload_on(hangup));
         let (lose, lost) = oneshot::channel();
-        let stop = stop(Arc::clone(&engine), Arc::clone(&cancelled), lost, grace)?.boxed().shared();
+        let stop = stop(Arc::clone(&server), loads.clone(), lost, grace)?.boxed().shared();
         let stopped = stop.clone();
         let is_ready = Notify::new();
         let serving = async {
@@ -167,38 +156,38 @@ pub fn serve(config: &Config, root: Option<&Path>, reload: Reload, log_filter: S
             }
             api::serve(listener, Arc::clone(&server), connections, stop).await
         };
+        let doing = || loaders.iter().find_map(|loader| loader.model.loading());
         let loading = async {
-            let loaded = tokio::select! {
-                loaded = loaded => loaded,
-                () = systemd::loading(&model_id, doing) => unreachable!("this future never ends"),
+            let at_start = async {
+                match loaded {
+                    Some(loaded) => take_only(loaded, &server, lose).await,
+                    None => preload(config, &loaders, &server).await,
+                }
             };
-            match loaded {
-                Ok(Ok((service, report))) => {
-                    let context = service.engine().limits().max_context;
-                    tracing::info!("ready: {base}, context {context} tokens");
-                    server.set_report(report);
-                    let service = server.set_ready(service);
+            let started = tokio::select! {
+                started = at_start => started,
+                () = systemd::loading(&names, doing) => unreachable!("this future never ends"),
+            };
+            match started {
+                Ok(()) => {
+                    let engine = server.library().first().engine();
+                    let context = engine.filter(|_| !server.library().is_shared());
+                    let context = context.map(|engine| format!(", context {} tokens", engine.limits().max_context));
+                    tracing::info!("ready: {base}{}", context.unwrap_or_default());
                     is_ready.notify_one();
-                    systemd::ready(&model_id, &base);
+                    systemd::ready(&names, &base);
                     tokio::spawn(systemd::watchdog(Arc::clone(&server)));
-                    if let Err(error) = watch_engine(service.engine().clone(), lose) {
-                        return Error::Runtime(error);
-                    }
-                    // Runs in parallel with the first answers, so that the first request with a schema does not wait.
-                    let prepare = std::thread::Builder::new().name("grammars".into());
-                    // If the thread cannot be started, the first request with a schema does this work.
-                    drop(prepare.spawn(move || service.prepare_grammars()));
                     std::future::pending().await
                 }
-                Ok(Err(error)) => {
-                    // A load that a signal ended has not failed. A service manager signals all processes of a service,
-                    // and the device process may get the signal first.
+                // A load that a signal ended has not failed. A service manager signals all processes of a service, and
+                // the device process may get the signal first.
+                Err(error) if !matches!(error, Error::LoadPanicked) => {
                     if tokio::time::timeout(SIGNAL_DELAY, stopped).await.is_ok() {
                         std::future::pending::<()>().await;
                     }
                     error
                 }
-                Err(_) => Error::LoadPanicked,
+                Err(error) => error,
             }
         };
         tokio::select! {
@@ -206,17 +195,19 @@ pub fn serve(config: &Config, root: Option<&Path>, reload: Reload, log_filter: S
             error = loading => Err(error),
         }
     });
-    if engine.get().is_none() {
-        cancelled.store(true, Ordering::Release);
+    loads.cancel();
+    if !wait_for_load_end(load, &server) {
+        tracing::warn!("a model was still loading after {} s", LOAD_END.as_secs());
     }
-    if !load.is_none_or(wait_for_load_end) {
-        tracing::warn!("the model was still loading after {} s", LOAD_END.as_secs());
-    }
-    let ended = engine.get().and_then(EngineHandle::ended);
-    match engine.get() {
-        // A lost device may never be released.
-        Some(engine) if ended.is_some() => drop(engine.join(LOST_END)),
-        engine => drop(engine.cloned().map(EndEngine)),
+    let engines = server.library().engines();
+    let ended = engines.first().filter(|_| !server.library().is_shared()).and_then(EngineHandle::ended);
+    engines.iter().for_each(EngineHandle::abort);
+    for engine in engines {
+        match engine.ended() {
+            // A lost device may never be released.
+            Some(_) => drop(engine.join(LOST_END)),
+            None => drop(EndEngine(engine)),
+        }
     }
     tracing::info!("stopped");
     // The runtime does not wait for work for clients that are gone.
@@ -227,58 +218,60 @@ pub fn serve(config: &Config, root: Option<&Path>, reload: Reload, log_filter: S
     }
 }
 
+/// Loads a model in a thread of its own, because the runtime must react to a signal during the load.
+fn load_in_thread(loader: &Arc<ModelLoader>) -> Result<(JoinHandle<()>, LoadedOnly), Error> {
+    let (done, loaded) = oneshot::channel();
+    let loader = Arc::clone(loader);
+    let thread = std::thread::Builder::new().name("load".into()).spawn(move || {
+        // The model gets its service here, because after a signal the receiver of the channel no longer exists.
+        let started = loader.start().map(|Loaded { service, report }| {
+            loader.model.set_report(report);
+            loader.model.set_ready(service);
+        });
+        drop(done.send(started));
+    });
+    Ok((thread.map_err(Error::Runtime)?, loaded))
+}
+
+type LoadedOnly = oneshot::Receiver<Result<(), Error>>;
+
+/// Waits until the only model is loaded, and watches its engine from then on.
+async fn take_only(loaded: LoadedOnly, server: &Server, lose: oneshot::Sender<()>) -> Result<(), Error> {
+    loaded.await.map_err(|_| Error::LoadPanicked)??;
+    server.fit_queue();
+    let service = server.library().first().service().expect("the model is loaded");
+    watch_engine(service.engine().clone(), lose).map_err(Error::Runtime)?;
+    // Runs in parallel with the first answers, so that the first request with a schema does not wait.
+    let prepare = std::thread::Builder::new().name("grammars".into());
+    // If the thread cannot be started, the first request with a schema does this work.
+    drop(prepare.spawn(move || service.prepare_grammars()));
+    Ok(())
+}
+
+/// Reads what lists say about each of several models, and loads those that are configured so.
+async fn preload(config: &Config, loaders: &[Arc<ModelLoader>], server: &Server) -> Result<(), Error> {
+    for (index, loader) in loaders.iter().enumerate() {
+        let reading = Arc::clone(loader);
+        let read = tokio::task::spawn_blocking(move || reading.read_card()).await;
+        match read.map_err(|_| Error::LoadPanicked)? {
+            Err(error) if index < config.models.serve.len() => return Err(error),
+            // A pulled model that is not listed may be one that no server can serve.
+            Err(error) => tracing::warn!("{:?} cannot be served: {error}", loader.model.id()),
+            Ok(()) => {}
+        }
+    }
+    for (index, _) in config.models.serve.iter().enumerate().filter(|(_, served)| served.preload) {
+        drop(server.library().admit(index).await?);
+    }
+    Ok(())
+}
+
 /// Checks the options for clients and connections. Returns the number of API keys.
 pub fn check(options: &config::Server, addresses: &[SocketAddr]) -> Result<usize, Error> {
     let keys = access_policy(options)?.keys;
     addresses.iter().try_for_each(|&address| check_keyless(address, keys.is_empty(), options))?;
     connections(options)?;
     Ok(keys.len())
-}
-
-/// Loads `files` in a device process, and starts the engine; also returns the report about the model.
-fn load_and_start(
-    server: &Server,
-    files: &ModelFiles,
-    config: &Config,
-    machine: &Machine,
-    observer: Observer,
-    courtesy: CourtesyWatch,
-    cancelled: Arc<AtomicBool>,
-) -> Result<(Service, ModelReport), Error> {
-    let (model_config, generation) = arch::load(files)?;
-    let parser = config.model.tool_call_parser.as_deref();
-    let texts = load::texts(files, model_config, &generation, parser)?;
-    server.set_card(card::card(files, &texts)?);
-    let draft_files = load::draft_files(config)?;
-    if let Some(draft) = &draft_files {
-        let (draft_config, _) = arch::load(draft)?;
-        load::check_draft_tokenizer(files, &texts.tokenizer, draft, &draft_config)?;
-    }
-    let vocab_size = texts.tokenizer.vocab_size();
-    let mut factory = DeviceFactory::new(config, files, draft_files.as_ref(), vocab_size, observer.clone())?;
-    let (runner, device) = factory.load(&cancelled)?;
-    let meter = Meter::open(machine, &device.place);
-    match &meter {
-        Ok(meter) => {
-            tracing::info!(
-                "energy   from {}, for the whole machine; divided among the answers",
-                meter.source()
-            )
-        }
-        Err(why) => tracing::info!("energy   unknown: {why}"),
-    }
-    let meter = meter.ok();
-    let queue = config.server.queue;
-    let idle_unload = config.engine.idle_unload_s.map(|seconds| Duration::from_secs(seconds as u64));
-    let engine_config = EngineConfig {
-        idle_unload,
-        energy: meter.clone().map(|meter| meter as Arc<dyn EnergyCounter>),
-        ..load::engine_config(runner.limits(), device.sliding_block_bytes, config, queue)
-    };
-    let report = report::collect(device, &observer, &courtesy, meter);
-    let engine = Engine::start_recoverable(Box::new(runner), Box::new(factory), cancelled, engine_config);
-    courtesy.start(engine.clone());
-    Ok((texts.service(engine, config), report))
 }
 
 /// The runtime of the server. All thread pools start here. tokio and rayon panic if the system refuses the first thread of
@@ -325,11 +318,11 @@ fn connections(options: &config::Server) -> Result<Connections, Error> {
     })
 }
 
-/// Waits until the load has ended, so that the process does not exit while a thread is inside the driver. Returns false
+/// Waits until the loads have ended, so that the process does not exit while a thread is inside the driver. Returns false
 /// after [`LOAD_END`].
-fn wait_for_load_end(load: JoinHandle<()>) -> bool {
+fn wait_for_load_end(load: Option<JoinHandle<()>>, server: &Server) -> bool {
     let since = Instant::now();
-    while !load.is_finished() {
+    while load.as_ref().is_some_and(|load| !load.is_finished()) || server.library().is_swapping() {
         if since.elapsed() > LOAD_END {
             return false;
         }
@@ -364,10 +357,10 @@ fn watch_engine(engine: EngineHandle, lose: oneshot::Sender<()>) -> std::io::Res
 }
 
 /// Resolves at the first SIGINT or SIGTERM, or when the engine is `lost`, to the grace period for requests in progress.
-/// A load in progress is cancelled by `cancelled`. A second signal ends the process immediately.
+/// Loads in progress are cancelled. A second signal ends the process immediately.
 fn stop(
-    engine: Arc<OnceLock<EngineHandle>>,
-    cancelled: Arc<AtomicBool>,
+    server: Arc<Server>,
+    loads: Loads,
     lost: oneshot::Receiver<()>,
     grace: Duration,
 ) -> Result<impl Future<Output = Duration> + Send + 'static, Error> {
@@ -396,20 +389,16 @@ fn stop(
             () = either(&mut interrupt, &mut terminate) => {}
         }
         systemd::stopping();
-        match engine.get() {
-            Some(_) => {
-                tracing::info!(
-                    "stopping: finishing the answers in progress; a second signal stops immediately"
-                );
-            }
-            None => {
-                tracing::info!("stopping: cancelling the load");
-                cancelled.store(true, Ordering::Release);
-            }
+        let has_engine = !server.library().engines().is_empty();
+        if has_engine || server.library().is_shared() {
+            tracing::info!("stopping: finishing the answers in progress; a second signal stops immediately");
+        } else {
+            tracing::info!("stopping: cancelling the load");
         }
+        loads.cancel();
         tokio::spawn(async move {
             either(&mut interrupt, &mut terminate).await;
-            let ended = engine.get().and_then(EngineHandle::ended);
+            let ended = server.library().engines().iter().find_map(EngineHandle::ended);
             std::process::exit(ended.map_or(INTERRUPTED, |error| Error::from(error).exit_code()).into());
         });
         grace

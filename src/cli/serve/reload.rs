@@ -61,8 +61,8 @@ pub struct Running {
     /// The address that the server listens on.
     pub address: SocketAddr,
     pub reload: Reload,
-    /// Forwards the log filter to the device process.
-    pub observer: Observer,
+    /// Forward the log filter to the device processes.
+    pub observers: Vec<Observer>,
     pub courtesy: CourtesyWatch,
 }
 
@@ -106,7 +106,8 @@ impl Running {
         self.server.set_access(access);
         self.server.set_queue(config.server.queue);
         self.courtesy.set(config.engine.courtesy);
-        self.observer.set_log_filter((self.reload.set_log)(&config));
+        let filter = (self.reload.set_log)(&config);
+        self.observers.iter().for_each(|observer| observer.set_log_filter(filter.clone()));
         warnings.iter().for_each(|warning| tracing::warn!("{warning}"));
         let tls = |config: &Config| config.server.tls_cert.is_some();
         let switched = tls(&config) != tls(&self.config);

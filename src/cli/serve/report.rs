@@ -5,10 +5,10 @@ use std::sync::{Arc, Mutex};
 use rustix::process::{Resource, getrlimit};
 
 use super::courtesy::CourtesyWatch;
-use crate::api::{EnergyReport, LiveReport, ModelReport};
 use crate::cli::energy::Meter;
 use crate::device::{DeviceReport, Observer, open_files, processor_time, resident_bytes};
 use crate::engine::EnergyCounter as _;
+use crate::library::{EnergyReport, LiveReport, ModelReport};
 use crate::npu::account::{self, NpuAccount};
 
 pub fn collect(

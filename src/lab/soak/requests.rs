@@ -356,6 +356,7 @@ fn ollama() -> impl Iterator<Item = Ask> {
             .compared(Compare::Success),
         Ask::post("/api/embeddings", "Ollama's embedding", json!({"prompt": "A river."})),
         Ask::post("/api/show", "Ollama's description", json!({})),
+        Ask::post("/api/pull", "Ollama's pull of the served model", json!({})),
         Ask::get("/api/tags", "Ollama's list"),
         Ask::get("/api/ps", "Ollama's list of loaded models").compared(Compare::Success),
         Ask::get("/api/version", "Ollama's version"),

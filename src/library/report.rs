@@ -14,6 +14,13 @@ pub struct ModelReport {
     pub live: Box<dyn Fn() -> LiveReport + Send + Sync>,
 }
 
+impl ModelReport {
+    /// The device memory of the model.
+    pub fn bytes(&self) -> u64 {
+        self.device.placements.iter().map(|placed| placed.bytes).sum()
+    }
+}
+
 /// What the files of a model say about it, for lists of models.
 #[derive(Debug, Clone, Default)]
 pub struct ModelCard {

@@ -1,0 +1,492 @@
+//! The models of a server, and which of them are loaded.
+//!
+//! A server with one model loads it at its start, and the model has the memory of the device to itself
+//! ([`Library::of_one`]). A server with several models loads a model for the first request that names it
+//! ([`Library::of_several`]): [`admission`] decides when there is room, and which idle models are unloaded for it.
+//!
+//! Each model has its own engine, and its own device process. A model that is unloaded keeps its engine, which loads it
+//! again. If an engine ends because of an error, the next request starts another one.
+//!
+//! This module must never know a wire format, and never answer a request.
+
+mod admission;
+mod model;
+mod report;
+
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
+use std::time::{Duration, Instant};
+
+use tokio::sync::Notify;
+
+pub use self::admission::Turns;
+use self::admission::{Decision, Slot, SlotState};
+pub use self::model::{InUse, Model, ModelNames, Stage};
+pub use self::report::{CourtesyReport, EnergyReport, LiveReport, ModelCard, ModelReport};
+use crate::engine::{EngineHandle, EngineState, KeepAlive};
+use crate::session::Service;
+
+/// How often a waiting request looks again, because time alone may make room.
+const LOOK_AGAIN: Duration = Duration::from_millis(50);
+/// Longest wait for the end of an unload. The device process is killed if it does not end by itself.
+const UNLOAD_TIMEOUT: Duration = Duration::from_secs(60);
+
+/// Loads one model of a library of several.
+pub trait Loader: Send + Sync {
+    /// The bytes of device memory that a load takes if `budget` bytes may be used. An error says why it does not fit.
+    fn plan(&self, budget: u64) -> Result<u64, String>;
+
+    /// Loads the model in a new device process, and starts its engine. Blocks.
+    fn load(&self) -> Result<Loaded, String>;
+}
+
+/// A model that was loaded for the first time.
+pub struct Loaded {
+    pub service: Service,
+    pub report: ModelReport,
+}
+
+/// Why a model of a library cannot answer.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum LibraryError {
+    /// The model is not loaded. [`Library::admit`] loads it.
+    #[error("the model is not loaded")]
+    Unloaded(usize),
+    /// `holders` says which models hold the memory.
+    #[error(
+        "there is no memory for {model:?}: it takes {needed} MiB of {budget} MiB, and {holders}; no model could be unloaded \
+         within {} s; try again later",
+        waited.as_secs_f64()
+    )]
+    NoRoom { model: String, needed: u64, budget: u64, holders: String, waited: Duration },
+    #[error("{model:?} cannot be loaded: {problem}")]
+    Failed { model: String, problem: String },
+    #[error("the server is busy: {waiting} requests are waiting for {model:?}; try again in a few seconds")]
+    QueueFull { model: String, waiting: usize },
+    #[error("the server is shutting down")]
+    ShuttingDown,
+}
+
+/// All models that a server serves. The first one answers requests that name no model.
+pub struct Library {
+    models: Vec<Arc<Model>>,
+    /// Whether a request may use any name. It is answered by the first model, unless the name is another model's.
+    any_name: bool,
+    /// `None` = there is one model, which has the device to itself.
+    swap: Option<Arc<Swap>>,
+}
+
+/// What the requests of a library of several models share.
+struct Swap {
+    turns: Turns,
+    models: Vec<(Arc<Model>, Box<dyn Loader>)>,
+    state: Mutex<State>,
+    /// Woken when [`Swap::state`] changes.
+    changed: Notify,
+    /// How many bytes of the device may be used. Known once the first model is loaded.
+    budget: OnceLock<u64>,
+}
+
+#[derive(Default)]
+struct State {
+    slots: Vec<Slot>,
+    /// Whether a model is being loaded or unloaded. One at a time.
+    is_swapping: bool,
+    is_closed: bool,
+}
+
+impl From<ModelNames> for Library {
+    fn from(names: ModelNames) -> Self {
+        let any_name = names.any;
+        Self::of_one(Arc::new(Model::new(names)), any_name)
+    }
+}
+
+impl From<&str> for Library {
+    fn from(id: &str) -> Self {
+        ModelNames::from(id).into()
+    }
+}
+
+impl Library {
+    /// A library of one model. The caller loads it, and calls [`Model::set_ready`].
+    pub fn of_one(model: Arc<Model>, any_name: bool) -> Self {
+        Self { models: vec![model], any_name, swap: None }
+    }
+
+    /// A library of several models, none of which is loaded. Panics if there is none.
+    pub fn of_several(
+        models: impl IntoIterator<Item = (Arc<Model>, Box<dyn Loader>)>,
+        any_name: bool,
+        turns: Turns,
+    ) -> Self {
+        let models: Vec<_> = models.into_iter().collect();
+        assert!(!models.is_empty(), "a library has a model");
+        let slots = models.iter().map(|(model, _)| Slot::new(model.is_pinned())).collect();
+        let state = Mutex::new(State { slots, ..State::default() });
+        Self {
+            models: models.iter().map(|(model, _)| Arc::clone(model)).collect(),
+            any_name,
+            swap: Some(Arc::new(Swap {
+                turns,
+                models,
+                state,
+                changed: Notify::new(),
+                budget: OnceLock::new(),
+            })),
+        }
+    }
+
+    pub fn models(&self) -> &[Arc<Model>] {
+        &self.models
+    }
+
+    /// The model that answers requests without a name.
+    pub fn first(&self) -> &Arc<Model> {
+        &self.models[0]
+    }
+
+    /// Whether models share the device's memory.
+    pub fn is_shared(&self) -> bool {
+        self.swap.is_some()
+    }
+
+    /// The engines of the models that were loaded, whether they are loaded now or not.
+    pub fn engines(&self) -> Vec<EngineHandle> {
+        self.models.iter().filter_map(|model| Some(model.service()?.engine().clone())).collect()
+    }
+
+    /// The number of the model with this name. `None` = no model has it. A request without a name means the first.
+    pub fn find(&self, name: Option<&str>) -> Option<usize> {
+        let Some(name) = name else { return Some(0) };
+        let found = self.models.iter().position(|model| model.is_called(name));
+        found.or_else(|| self.any_name.then_some(0))
+    }
+
+    /// The loaded model, which stays loaded until the value is dropped. [`LibraryError::Unloaded`] = [`Self::admit`]
+    /// must load it first. `None` = the only model is loaded for the first time now.
+    pub fn in_use(&self, index: usize) -> Option<Result<InUse, LibraryError>> {
+        let model = &self.models[index];
+        let Some(swap) = &self.swap else { return model.known().map(Ok) };
+        Some(swap.ready(index).ok_or(LibraryError::Unloaded(index)))
+    }
+
+    /// Waits until the model is loaded, which may unload idle models. The model stays loaded until the value is dropped.
+    /// Panics in a library of one.
+    pub async fn admit(&self, index: usize) -> Result<InUse, LibraryError> {
+        let swap = self.swap.as_ref().expect("a library of several models");
+        Swap::admit(swap, index).await
+    }
+
+    /// What the model does. Queries the model's engine.
+    pub fn stage(&self, index: usize) -> Stage {
+        match &self.swap {
+            None => self.models[index].stage(),
+            Some(swap) => {
+                let mut state = swap.lock();
+                swap.sync(&mut state);
+                match state.slots[index].state {
+                    SlotState::Absent | SlotState::Leaving => Stage::Unloaded,
+                    SlotState::Loading => Stage::Loading,
+                    SlotState::Resident => self.models[index].stage(),
+                }
+            }
+        }
+    }
+
+    /// The bytes of device memory that each model holds; `None` in a library of one.
+    pub fn held(&self) -> Option<Vec<u64>> {
+        let swap = self.swap.as_ref()?;
+        let mut state = swap.lock();
+        swap.sync(&mut state);
+        // A model is loaded after the others have left.
+        let waits = state.slots.iter().any(|slot| slot.state == SlotState::Leaving);
+        let held = |slot: &Slot| if waits && slot.state == SlotState::Loading { 0 } else { slot.held() };
+        Some(state.slots.iter().map(held).collect())
+    }
+
+    /// Whether a model is being loaded or unloaded for a request. Always false in a library of one.
+    pub fn is_swapping(&self) -> bool {
+        self.swap.as_ref().is_some_and(|swap| swap.lock().is_swapping)
+    }
+
+    /// Whether requests are taken. A request may wait until its model is loaded again.
+    pub fn takes_requests(&self) -> bool {
+        match &self.swap {
+            Some(swap) => !swap.lock().is_closed,
+            None => self.first().engine().is_some_and(|engine| engine.health().is_ok()),
+        }
+    }
+
+    /// Refuses requests from now on, and drains the engines.
+    pub fn drain(&self) {
+        if let Some(swap) = &self.swap {
+            swap.lock().is_closed = true;
+            swap.changed.notify_waiters();
+        }
+        self.engines().iter().for_each(EngineHandle::drain);
+    }
+}
+
+impl Swap {
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().expect("nothing panics under this lock")
+    }
+
+    /// Takes over what the engines did by themselves: an idle engine unloads its model, and an engine may end.
+    fn sync(&self, state: &mut State) {
+        for (slot, (model, _)) in state.slots.iter_mut().zip(&self.models) {
+            if slot.state != SlotState::Resident || slot.users > 0 {
+                continue;
+            }
+            let Some(service) = model.service() else { continue };
+            match service.engine().state() {
+                EngineState::Unloaded => slot.state = SlotState::Absent,
+                // The memory is free once the runner is dropped.
+                EngineState::Lost if !service.engine().join(Duration::ZERO) => {}
+                EngineState::Lost => {
+                    model.forget();
+                    slot.state = SlotState::Absent;
+                }
+                EngineState::Ready | EngineState::Loading | EngineState::Recovering => {}
+            }
+        }
+    }
+
+    /// The model, if it is loaded and no other request waits for its memory.
+    fn ready(self: &Arc<Self>, index: usize) -> Option<InUse> {
+        let mut state = self.lock();
+        if state.is_closed {
+            return None;
+        }
+        self.sync(&mut state);
+        self.take(&mut state, index, Instant::now())
+    }
+
+    /// The model for a request that came at `since`.
+    fn take(self: &Arc<Self>, state: &mut State, index: usize, since: Instant) -> Option<InUse> {
+        let slots = &state.slots;
+        if slots[index].state != SlotState::Resident
+            || admission::yields(slots, index, since, self.budget(), self.turns, Instant::now())
+        {
+            return None;
+        }
+        let model = &self.models[index].0;
+        let service = model.service()?;
+        state.slots[index].users += 1;
+        let of_guard = Arc::clone(self);
+        Some(InUse::shared(model, service, move || of_guard.release(index)))
+    }
+
+    fn release(&self, index: usize) {
+        let mut state = self.lock();
+        let slot = &mut state.slots[index];
+        slot.users -= 1;
+        slot.last_used = Instant::now();
+        drop(state);
+        self.changed.notify_waiters();
+    }
+
+    fn budget(&self) -> u64 {
+        self.budget.get().copied().unwrap_or(u64::MAX)
+    }
+
+    async fn admit(this: &Arc<Self>, index: usize) -> Result<InUse, LibraryError> {
+        let name = || this.models[index].0.id().to_owned();
+        let waiting = Waiting::begin(this, index)?;
+        loop {
+            // Created before the state is read, so that no change is missed.
+            let changed = this.changed.notified();
+            {
+                let mut state = this.lock();
+                if state.is_closed {
+                    return Err(LibraryError::ShuttingDown);
+                }
+                this.sync(&mut state);
+                if let Some((_, problem)) =
+                    state.slots[index].failure.clone().filter(|(n, _)| *n > waiting.loads)
+                {
+                    return Err(LibraryError::Failed { model: name(), problem });
+                }
+                if let Some(in_use) = this.take(&mut state, index, waiting.since) {
+                    return Ok(in_use);
+                }
+                this.plan(&mut state, index)?;
+                let now = Instant::now();
+                match admission::decide(&state.slots, index, this.budget(), this.turns, now) {
+                    _ if state.is_swapping => {}
+                    Decision::Swap(leaving) => this.begin_swap(&mut state, index, leaving),
+                    Decision::Wait if now - waiting.since > this.turns.longest => {
+                        return Err(this.no_room(&state, index));
+                    }
+                    Decision::Wait => {}
+                }
+            }
+            let _ = tokio::time::timeout(LOOK_AGAIN, changed).await;
+        }
+    }
+
+    /// Finds the bytes of a model that was never loaded. They do not matter for the first load of all.
+    fn plan(&self, state: &mut State, index: usize) -> Result<(), LibraryError> {
+        let (model, loader) = &self.models[index];
+        let slot = &mut state.slots[index];
+        if let (None, Some(budget)) = (slot.bytes, self.budget.get()) {
+            let bytes = loader.plan(*budget);
+            let failed = |problem| LibraryError::Failed { model: model.id().to_owned(), problem };
+            slot.bytes = Some(bytes.map_err(failed)?);
+        }
+        Ok(())
+    }
+
+    fn no_room(&self, state: &State, index: usize) -> LibraryError {
+        let mib = |bytes: u64| bytes.div_ceil(1 << 20);
+        let holders = state.slots.iter().zip(&self.models).filter(|(slot, _)| slot.held() > 0);
+        let holders = holders.map(|(slot, (model, _))| {
+            let why = match (slot.is_pinned, slot.users) {
+                (true, _) => ", pinned".to_owned(),
+                (false, 0) => String::new(),
+                (false, n) => format!(", {n} requests"),
+            };
+            format!("{:?} holds {} MiB{why}", model.id(), mib(slot.held()))
+        });
+        LibraryError::NoRoom {
+            model: self.models[index].0.id().to_owned(),
+            needed: mib(state.slots[index].bytes.unwrap_or(0)),
+            budget: mib(self.budget()),
+            holders: holders.collect::<Vec<_>>().join("; "),
+            waited: self.turns.longest,
+        }
+    }
+
+    /// Unloads `leaving`, and then loads the model, in a thread: a client that leaves does not stop it.
+    fn begin_swap(self: &Arc<Self>, state: &mut State, index: usize, leaving: Vec<usize>) {
+        state.is_swapping = true;
+        for &i in &leaving {
+            state.slots[i].state = SlotState::Leaving;
+        }
+        state.slots[index].state = SlotState::Loading;
+        let this = Arc::clone(self);
+        let swap = move || {
+            let panicked = |_| Err("internal error while loading (see the log)".to_owned());
+            let swapped = std::panic::AssertUnwindSafe(|| this.swap(index, &leaving));
+            let loaded = std::panic::catch_unwind(swapped).unwrap_or_else(panicked);
+            this.end_swap(index, &leaving, loaded);
+        };
+        if let Err(error) = std::thread::Builder::new().name("load".into()).spawn(swap) {
+            let problem = format!("cannot start a thread: {error}");
+            tracing::warn!("{problem}");
+            state.is_swapping = false;
+            // Nothing has been unloaded.
+            for i in 0..state.slots.len() {
+                if state.slots[i].state == SlotState::Leaving {
+                    state.slots[i].state = SlotState::Resident;
+                }
+            }
+            state.slots[index].fail(problem);
+        }
+    }
+
+    fn swap(&self, index: usize, leaving: &[usize]) -> Result<(), String> {
+        for &i in leaving {
+            let model = &self.models[i].0;
+            tracing::info!("unloading {:?} for {:?}", model.id(), self.models[index].0.id());
+            if let Some(service) = model.service() {
+                unload(service.engine());
+            }
+            self.lock().slots[i].state = SlotState::Absent;
+        }
+        let (model, loader) = &self.models[index];
+        let began = Instant::now();
+        match model.service().filter(|service| service.engine().health().is_ok()) {
+            Some(service) => {
+                let gone = || {
+                    service.engine().ended().map_or("the engine has ended".into(), |error| error.to_string())
+                };
+                let loaded = service.engine().load(KeepAlive::Configured);
+                loaded.map_err(|error| error.to_string())?.blocking_recv().ok_or_else(gone)?;
+            }
+            None => {
+                tracing::info!("loading {:?}", model.id());
+                let Loaded { service, report } = loader.load()?;
+                // The first model to be loaded found all memory that models may use.
+                self.budget.get_or_init(|| report.device.usable_bytes);
+                self.lock().slots[index].bytes = Some(report.bytes());
+                model.set_report(report);
+                model.set_ready(service);
+            }
+        }
+        self.lock().slots[index].load_time = began.elapsed();
+        tracing::info!("{:?} is loaded after {:.1} s", model.id(), began.elapsed().as_secs_f64());
+        Ok(())
+    }
+
+    fn end_swap(&self, index: usize, leaving: &[usize], loaded: Result<(), String>) {
+        let mut state = self.lock();
+        // They have left, unless there was a panic.
+        for &i in leaving {
+            state.slots[i].state = SlotState::Absent;
+        }
+        let slot = &mut state.slots[index];
+        match loaded {
+            Ok(()) => slot.loaded(),
+            Err(problem) => {
+                tracing::error!("{:?} cannot be loaded: {problem}", self.models[index].0.id());
+                slot.fail(problem);
+            }
+        }
+        state.is_swapping = false;
+        drop(state);
+        self.changed.notify_waiters();
+    }
+}
+
+/// Unloads the model of an engine that has no request, and waits until its memory is free.
+fn unload(engine: &EngineHandle) {
+    let since = Instant::now();
+    if engine.unload().is_err() {
+        return; // the engine has ended
+    }
+    while !matches!(engine.state(), EngineState::Unloaded | EngineState::Lost) {
+        if since.elapsed() > UNLOAD_TIMEOUT {
+            tracing::error!("a model was not unloaded within {} s", UNLOAD_TIMEOUT.as_secs());
+            engine.abort();
+            return;
+        }
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+/// A request that waits for a model. Dropping it ends the wait.
+struct Waiting<'a> {
+    swap: &'a Swap,
+    index: usize,
+    since: Instant,
+    /// The number of loads of the model that had failed when the wait began.
+    loads: u64,
+}
+
+impl<'a> Waiting<'a> {
+    fn begin(swap: &'a Swap, index: usize) -> Result<Self, LibraryError> {
+        let mut state = swap.lock();
+        let slot = &mut state.slots[index];
+        if slot.waiting.len() >= swap.turns.queue {
+            let (model, waiting) = (swap.models[index].0.id().to_owned(), slot.waiting.len());
+            return Err(LibraryError::QueueFull { model, waiting });
+        }
+        let since = Instant::now();
+        slot.waiting.push(since);
+        let loads = slot.failure.as_ref().map_or(0, |(n, _)| *n);
+        Ok(Self { swap, index, since, loads })
+    }
+}
+
+impl Drop for Waiting<'_> {
+    fn drop(&mut self) {
+        let mut state = self.swap.lock();
+        let waiting = &mut state.slots[self.index].waiting;
+        if let Some(at) = waiting.iter().position(|since| *since == self.since) {
+            waiting.remove(at);
+        }
+        drop(state);
+        self.swap.changed.notify_waiters();
+    }
+}

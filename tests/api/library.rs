@@ -1,0 +1,344 @@
+//! Several models in one server: which of them are loaded, who waits, and who answers.
+
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use axum::Router;
+use axum::http::StatusCode;
+use rand::{Rng as _, SeedableRng as _};
+use rand_chacha::ChaCha8Rng;
+use serde_json::{Value, json};
+use unicorn::api::{self, AccessPolicy, Server};
+use unicorn::engine::{Engine, EngineConfig};
+use unicorn::library::{Library, Loaded, Loader, Model, ModelNames, ModelReport, Turns};
+use unicorn::model::Limits;
+use unicorn::session::Service;
+use unicorn::text::CallFormat;
+
+use crate::support::app::{DEFAULTS, END_OF_TURN, OPTIONS, limits};
+use crate::support::fake_runner::{Control, FakeFactory, FakeRunner, Script, kv_with, says};
+use crate::support::http::{get, post, post_to, send_json};
+use crate::support::server::report;
+use crate::support::tokenizers::{gemma_template, tokenizer};
+
+/// The device memory of the tests, and what most models take of it.
+const BUDGET: u64 = 200;
+const HALF: u64 = 100;
+
+const TURNS: Turns = Turns {
+    settle: Duration::from_millis(5),
+    patience: Duration::from_millis(100),
+    longest: Duration::from_secs(20),
+    queue: 64,
+};
+
+/// What all models of a test hold on their device.
+#[derive(Default)]
+struct Device {
+    held: AtomicU64,
+    most: AtomicU64,
+}
+
+/// The memory of one runner, freed when the runner is dropped.
+struct Held(Arc<Device>, u64);
+
+impl Held {
+    fn new(device: &Arc<Device>, bytes: u64) -> Self {
+        let now = device.held.fetch_add(bytes, Ordering::SeqCst) + bytes;
+        device.most.fetch_max(now, Ordering::SeqCst);
+        Self(Arc::clone(device), bytes)
+    }
+}
+
+impl Drop for Held {
+    fn drop(&mut self) {
+        self.0.held.fetch_sub(self.1, Ordering::SeqCst);
+    }
+}
+
+/// A model that answers everything with its own text.
+struct FakeModel {
+    text: String,
+    bytes: u64,
+    device: Arc<Device>,
+    loads: AtomicUsize,
+    fails: AtomicBool,
+    control: Mutex<Option<Control>>,
+}
+
+impl FakeModel {
+    fn new(device: &Arc<Device>, text: &str, bytes: u64) -> Arc<Self> {
+        Arc::new(Self {
+            text: text.into(),
+            bytes,
+            device: Arc::clone(device),
+            loads: AtomicUsize::new(0),
+            fails: AtomicBool::new(false),
+            control: Mutex::default(),
+        })
+    }
+
+    fn runner(&self) -> (Box<FakeRunner>, Control) {
+        let ids = tokenizer().encode(&self.text, false).expect("encodes");
+        let (mut says, held) = (says(&ids, END_OF_TURN), Held::new(&self.device, self.bytes));
+        let script: Script = Box::new(move |tokens, draw| {
+            let _ = &held;
+            says(tokens, draw)
+        });
+        FakeRunner::new(Limits { max_sequences: 2, kv: kv_with(400, 64), ..limits() }, script)
+    }
+
+    /// The control of the model's runners. Panics before the first load.
+    fn control(&self) -> Control {
+        self.control.lock().expect("no panic").clone().expect("the model was loaded")
+    }
+}
+
+struct FakeLoader(Arc<FakeModel>);
+
+impl Loader for FakeLoader {
+    fn plan(&self, budget: u64) -> Result<u64, String> {
+        let bytes = self.0.bytes;
+        if bytes > budget { Err(format!("it takes {bytes} of {budget}")) } else { Ok(bytes) }
+    }
+
+    fn load(&self) -> Result<Loaded, String> {
+        self.0.loads.fetch_add(1, Ordering::SeqCst);
+        if self.0.fails.load(Ordering::SeqCst) {
+            return Err("the disk is broken".into());
+        }
+        let (runner, control) = self.0.runner();
+        *self.0.control.lock().expect("no panic") = Some(control.clone());
+        let of_factory = Arc::clone(&self.0);
+        let factory = FakeFactory::new(&control, move || {
+            of_factory.loads.fetch_add(1, Ordering::SeqCst);
+            of_factory.runner().0
+        });
+        let config = EngineConfig { queue: 64, ..EngineConfig::default() };
+        let engine = Engine::start_recoverable(runner, factory, Arc::default(), config);
+        let (tokenizer, template) = (tokenizer(), gemma_template());
+        let calls = CallFormat::of(&template, &tokenizer);
+        let service = Service::new(engine, tokenizer, template, calls, DEFAULTS, vec![1, END_OF_TURN]);
+        let mut report: ModelReport = report();
+        report.device.usable_bytes = BUDGET;
+        report.device.placements.truncate(1);
+        report.device.placements[0].bytes = self.0.bytes;
+        Ok(Loaded { service, report })
+    }
+}
+
+struct App {
+    router: Router,
+    server: Arc<Server>,
+    device: Arc<Device>,
+    models: Vec<Arc<FakeModel>>,
+}
+
+/// A server with models `a`, `b`, ..., which answer with these texts. `change` changes the names of each.
+fn app(texts: &[(&str, u64)], turns: Turns, pinned: &[usize]) -> App {
+    let device = Arc::new(Device::default());
+    let models: Vec<_> = texts.iter().map(|(text, bytes)| FakeModel::new(&device, text, *bytes)).collect();
+    let served = models.iter().enumerate().map(|(i, model)| {
+        let names = ModelNames { id: id(i), aliases: vec![format!("alias-{}", id(i))], any: false };
+        let loader: Box<dyn Loader> = Box::new(FakeLoader(Arc::clone(model)));
+        (Arc::new(Model::new(names).pinned(pinned.contains(&i))), loader)
+    });
+    let library = Library::of_several(served, false, turns);
+    let server = Server::new(library, OPTIONS, AccessPolicy::default());
+    App { router: api::router(Arc::clone(&server)), server, device, models }
+}
+
+fn id(i: usize) -> String {
+    char::from(b'a' + i as u8).to_string()
+}
+
+fn chat(model: &str) -> Value {
+    json!({"model": model, "messages": [{"role": "user", "content": "Who are you?"}]})
+}
+
+async fn ask(router: &Router, model: &str) -> (StatusCode, Value) {
+    let (status, _, answer) = send_json(router, post(chat(model).to_string())).await;
+    (status, answer)
+}
+
+/// The text of an answer, which must be of the model `id`.
+async fn text(router: &Router, model: &str, id: &str) -> String {
+    let (status, answer) = ask(router, model).await;
+    assert_eq!(status, 200, "{answer}");
+    assert_eq!(answer["model"], id);
+    answer["choices"][0]["message"]["content"].as_str().expect("a text").to_owned()
+}
+
+/// The state of each model in `/v1/models`, by its id.
+async fn states(router: &Router) -> Vec<String> {
+    let (_, _, list) = send_json(router, get("/v1/models")).await;
+    let models = list["data"].as_array().expect("a list").iter();
+    let ids = models.filter(|model| model["id"] == model["display_name"]);
+    ids.map(|model| model["status"]["value"].as_str().expect("a text").to_owned()).collect()
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_model_is_loaded_for_its_first_request_and_the_longest_idle_one_leaves() {
+    let app = app(&[("ant", HALF), ("bee", HALF), ("cat", HALF)], TURNS, &[]);
+    assert_eq!(states(&app.router).await, ["unloaded", "unloaded", "unloaded"]);
+    let (status, _, health) = send_json(&app.router, get("/health")).await;
+    assert!(status == 200 && health["status"] == "unloaded", "{status} {health}");
+
+    assert_eq!(text(&app.router, "a", "a").await, "ant");
+    assert_eq!(text(&app.router, "alias-b", "b").await, "bee");
+    assert_eq!(text(&app.router, "b:latest", "b").await, "bee");
+    assert_eq!(states(&app.router).await, ["loaded", "loaded", "unloaded"]);
+    assert_eq!(text(&app.router, "c", "c").await, "cat");
+    assert_eq!(
+        states(&app.router).await,
+        ["unloaded", "loaded", "loaded"],
+        "`a` was idle for the longest time"
+    );
+    // The engine of `a` loads it again.
+    assert_eq!(text(&app.router, "a", "a").await, "ant");
+    assert_eq!(states(&app.router).await, ["loaded", "unloaded", "loaded"]);
+    let loads: Vec<_> = app.models.iter().map(|model| model.loads.load(Ordering::SeqCst)).collect();
+    assert_eq!(loads, [2, 1, 1]);
+    assert_eq!(app.device.held.load(Ordering::SeqCst), 2 * HALF);
+    assert_eq!(app.device.most.load(Ordering::SeqCst), BUDGET, "the models that leave are unloaded first");
+
+    let (_, _, status) = send_json(&app.router, get("/status")).await;
+    let held: Vec<_> = status["models"].as_array().expect("a list").iter().map(|m| &m["bytes"]).collect();
+    assert_eq!(held, [HALF, 0, HALF]);
+    let (status, answer) = ask(&app.router, "d").await;
+    assert_eq!(status, 404);
+    assert!(answer["error"]["message"].as_str().expect("a text").contains("\"a, b, c\""), "{answer}");
+    // A request without a model means the first.
+    let body = json!({"messages": [{"role": "user", "content": "Hello"}]}).to_string();
+    assert_eq!(send_json(&app.router, post(body)).await.2["model"], "a");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn every_route_loads_the_model_that_it_names_and_unloads_only_that() {
+    let app = app(&[("ant", HALF), ("bee", HALF), ("cat", HALF)], TURNS, &[]);
+    let models = ["c", "b", "a", "c", "b"];
+    let bodies = [
+        ("/tokenize", json!({"content": "x"})),
+        ("/v1/embeddings", json!({"input": "x"})),
+        ("/v1/messages/count_tokens", json!({"messages": [{"role": "user", "content": "x"}]})),
+        ("/api/embed", json!({"input": "x"})),
+        ("/models/load", json!({})),
+    ];
+    for (model, (path, body)) in models.into_iter().zip(bodies) {
+        let mut body = body;
+        body["model"] = model.into();
+        let (status, _, answer) = send_json(&app.router, post_to(path, body.to_string())).await;
+        assert_eq!(status, 200, "{path}: {answer}");
+        let index = usize::from(model.as_bytes()[0] - b'a');
+        assert_eq!(states(&app.router).await[index], "loaded", "{path}");
+    }
+    // A request to unload loads nothing.
+    assert_eq!(states(&app.router).await, ["unloaded", "loaded", "loaded"]);
+    let loads = || app.models.iter().map(|model| model.loads.load(Ordering::SeqCst)).sum::<usize>();
+    let before = loads();
+    for model in ["a", "b"] {
+        let body = json!({"model": model}).to_string();
+        assert_eq!(send_json(&app.router, post_to("/models/unload", body)).await.0, 200);
+    }
+    let unload = json!({"model": "c", "keep_alive": 0}).to_string();
+    assert_eq!(send_json(&app.router, post_to("/api/generate", unload)).await.2["done_reason"], "unload");
+    while app.device.held.load(Ordering::SeqCst) > 0 {
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+    assert_eq!(states(&app.router).await, ["unloaded"; 3]);
+    assert_eq!(loads(), before);
+    let (_, _, running) = send_json(&app.router, get("/api/ps")).await;
+    assert_eq!(running["models"], json!([]));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn busy_and_pinned_models_keep_their_memory_and_the_error_names_them() {
+    let turns = Turns { longest: Duration::from_millis(300), ..TURNS };
+    let app = app(&[("ant", HALF), ("bee", HALF), ("cat", HALF), ("dog", 2 * BUDGET)], turns, &[0]);
+    assert_eq!(text(&app.router, "a", "a").await, "ant");
+    assert_eq!(text(&app.router, "b", "b").await, "bee");
+    // The next answer of `b` does not end.
+    app.models[1].control().allow(0);
+    let router = app.router.clone();
+    let busy = tokio::spawn(async move { text(&router, "b", "b").await });
+    while app.server.library().engines()[1].stats().running == 0 {
+        tokio::time::sleep(Duration::from_millis(1)).await;
+    }
+    let (status, answer) = ask(&app.router, "c").await;
+    assert_eq!((status.as_u16(), &answer["error"]["code"]), (503, &json!("no_room")), "{answer}");
+    let message = answer["error"]["message"].as_str().expect("a text");
+    assert!(message.contains("\"a\" holds 1 MiB, pinned; \"b\" holds 1 MiB, 1 requests"), "{message}");
+    // A model that waited for long in vain does not stop the others for ever.
+    assert_eq!(text(&app.router, "a", "a").await, "ant");
+    app.models[1].control().release();
+    assert_eq!(busy.await.expect("no panic"), "bee");
+    assert_eq!(text(&app.router, "c", "c").await, "cat");
+    assert_eq!(states(&app.router).await[..3], ["loaded", "unloaded", "loaded"]);
+
+    let (status, answer) = ask(&app.router, "d").await;
+    assert_eq!((status.as_u16(), &answer["error"]["code"]), (503, &json!("load_failed")), "{answer}");
+    let message = answer["error"]["message"].as_str().expect("a text");
+    assert!(message.contains("it takes 400 of 200"), "{message}");
+    assert_eq!(
+        states(&app.router).await[..3],
+        ["loaded", "unloaded", "loaded"],
+        "nothing was unloaded for it"
+    );
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_failed_load_fails_the_requests_that_wait_and_the_next_one_tries_again() {
+    let app = app(&[("ant", HALF), ("bee", HALF)], TURNS, &[]);
+    app.models[0].fails.store(true, Ordering::SeqCst);
+    let (status, answer) = ask(&app.router, "a").await;
+    assert_eq!((status.as_u16(), &answer["error"]["code"]), (503, &json!("load_failed")), "{answer}");
+    assert!(answer["error"]["message"].as_str().expect("a text").contains("the disk is broken"), "{answer}");
+    app.models[0].fails.store(false, Ordering::SeqCst);
+    assert_eq!(text(&app.router, "a", "a").await, "ant");
+
+    // The engine of `a` is lost for good, and the next request starts another one.
+    app.models[0].control().fail_starts();
+    app.models[0].control().fail_probes();
+    app.server.library().engines()[0].probe();
+    while app.server.library().engines().first().is_some_and(|engine| engine.ended().is_none()) {
+        tokio::time::sleep(Duration::from_millis(1)).await;
+    }
+    assert_eq!(text(&app.router, "a", "a").await, "ant");
+    assert_eq!(app.device.held.load(Ordering::SeqCst), HALF);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn after_the_end_was_requested_no_model_is_loaded() {
+    let app = app(&[("ant", HALF), ("bee", HALF)], TURNS, &[]);
+    assert_eq!(text(&app.router, "a", "a").await, "ant");
+    app.server.library().drain();
+    for model in ["a", "b"] {
+        let (status, answer) = ask(&app.router, model).await;
+        assert_eq!((status.as_u16(), &answer["error"]["code"]), (503, &json!("shutting_down")), "{answer}");
+    }
+    assert_eq!(app.models[1].loads.load(Ordering::SeqCst), 0);
+}
+
+/// Sixteen clients, each with its own order of models, on memory for two of five.
+#[tokio::test(flavor = "multi_thread")]
+async fn many_clients_of_many_models_get_the_right_answers_within_the_memory() {
+    let texts = [("ant", HALF), ("bee", HALF), ("cat", 60), ("dog", 40), ("eel", 200)];
+    let app = app(&texts, TURNS, &[]);
+    let clients = (0..16).map(|client| {
+        let router = app.router.clone();
+        tokio::spawn(async move {
+            let mut rng = ChaCha8Rng::seed_from_u64(client);
+            for _ in 0..8 {
+                let i = rng.random_range(0..5);
+                assert_eq!(text(&router, &id(i), &id(i)).await, texts[i].0);
+            }
+        })
+    });
+    for client in clients.collect::<Vec<_>>() {
+        client.await.expect("no panic");
+    }
+    assert!(app.device.most.load(Ordering::SeqCst) <= BUDGET, "the models never had more than the memory");
+    let swaps: usize = app.models.iter().map(|model| model.loads.load(Ordering::SeqCst)).sum();
+    assert!(swaps < 16 * 8 / 2, "{swaps} loads for {} requests", 16 * 8);
+}
