@@ -29,7 +29,9 @@ const OUR_VARIABLES: [&str; 7] =
 const OUR_PREFIXES: [&str; 2] = ["TEST_", "SKIP_"];
 /// Tokens of prompt and answer of each of several models, if neither the model nor `engine.context` says how many: a model
 /// alone takes as many as fit, and several models share the memory.
-const SEVERAL_CONTEXT: u32 = 16_384;
+const SEVERAL_CONTEXT: usize = 16_384;
+/// The conversations of each of several models, if neither the model nor `engine.sequences` says how many.
+const SEVERAL_SEQUENCES: u32 = 4;
 /// Advice about variables that Kubernetes and Docker set for each service.
 const KUBERNETES: &str = " (a container platform sets it for a service of that name: rename the service, or set \
                           enableServiceLinks to false)";
@@ -299,6 +301,8 @@ pub struct Kv {
     /// Bytes. `None` = half of the sliding layers' cache.
     #[serde(default, deserialize_with = "byte_size")]
     pub snapshot_bytes: Option<u64>,
+    /// Whether a load fails if the memory does not hold `engine.sequences` whole contexts.
+    pub whole_contexts: bool,
     /// `None` = [`SharePrefixes::Key`] if there are several API keys, otherwise [`SharePrefixes::All`].
     #[serde(default, deserialize_with = "parsed")]
     pub share_prefixes: Option<SharePrefixes>,
@@ -513,17 +517,17 @@ impl Config {
         for (option, value) in own {
             options["model"][option] = value;
         }
-        let context = match (model.context, self.engine.context) {
-            (None, None) => Some(SEVERAL_CONTEXT),
-            (context, _) => context,
-        };
+        // The default is for a model that has the memory alone.
+        let is_default = Value::from(self.engine.sequences as i64) == defaults()["engine"]["sequences"];
+        let sequences = model.sequences.or(is_default.then_some(SEVERAL_SEQUENCES));
         let changed = [
             ("model", "quantize", model.quantize.clone().map(Value::from)),
             ("model", "precision", model.precision.clone().map(Value::from)),
-            ("engine", "context", context.map(Value::from)),
-            ("engine", "sequences", model.sequences.map(Value::from)),
+            ("engine", "context", model.context.map(Value::from)),
+            ("engine", "sequences", sequences.map(Value::from)),
             ("engine", "idle_unload_s", model.ttl_s.map(Value::from)),
             ("kv", "dtype", model.kv.clone().map(Value::from)),
+            ("kv", "whole_contexts", Some(Value::from(true))),
         ];
         for (section, option, value) in changed {
             if let Some(value) = value {
@@ -532,6 +536,16 @@ impl Config {
         }
         options["models"]["serve"] = Value::Array(Vec::new());
         Self::read(&options)
+    }
+
+    /// The options of one of several models, whose files allow at most `longest` tokens of context.
+    pub fn with_bounded_context(self, longest: usize) -> Self {
+        if self.engine.context.is_some() {
+            return self;
+        }
+        let mut options = self.options;
+        options["engine"]["context"] = Value::from(SEVERAL_CONTEXT.min(longest) as i64);
+        Self::read(&options).expect("a context may have any length")
     }
 
     pub fn from_toml(text: &str) -> Result<Self, ConfigError> {

@@ -335,7 +335,7 @@ pub(in crate::api) async fn process_body<T: Send + 'static>(
         match worked.await {
             Err(ApiError::Library(LibraryError::Unloaded(index))) => {
                 drop(arriving);
-                admitted = Some(server.library().admit(index).await?);
+                admitted = Some(server.library().admit(index, client.id).await?);
                 arriving = permit(server, &server.arriving, client.id, "reading").await?;
             }
             worked => return Ok((arriving, worked?)),

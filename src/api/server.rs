@@ -1,6 +1,5 @@
 //! The state that all handlers share: options, access, the models, counters, and stored responses.
 
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock, RwLock};
 use std::time::{Duration, Instant};
 
@@ -67,8 +66,6 @@ pub struct Server {
     pub(in crate::api) wrong_keys: WrongKeys,
     pub(in crate::api) places: Places,
     pub(in crate::api) connections: OpenConnections,
-    /// The maximum number of requests in the engine's queue; 0 = the engine's own limit.
-    pub(in crate::api) queue: AtomicUsize,
     pub(in crate::api) metrics: Arc<Metrics>,
     /// Permits to have a body read and to wait for a processor, held until the request is in the engine's queue.
     pub(in crate::api) arriving: FairSemaphore,
@@ -94,7 +91,6 @@ impl Server {
             wrong_keys: WrongKeys::new(options.wrong_key_pause),
             places: Places::default(),
             connections: OpenConnections::default(),
-            queue: AtomicUsize::new(0),
             metrics: Arc::default(),
             arriving: FairSemaphore::new(MAX_ARRIVING, MAX_ARRIVING_OF_ONE),
             tokenizing: FairSemaphore::new(processors, processors),
@@ -125,14 +121,8 @@ impl Server {
     /// Lets the server answer with the loaded model, its only one, and returns its service.
     pub fn set_ready(&self, service: Service) -> Arc<Service> {
         let service = self.library.first().set_ready(service);
-        self.fit_queue();
+        self.library.fit_queue();
         service
-    }
-
-    /// Sets the length of the engine's queue, now or when the engine exists.
-    pub fn set_queue(&self, queue: usize) {
-        self.queue.store(queue, Ordering::Relaxed);
-        self.fit_queue();
     }
 
     /// Keeps the routes' OpenAPI document for [`Self::document`].
@@ -162,20 +152,15 @@ impl Server {
         has.into_iter().filter(|(_, operation)| operation.is_some()).map(|(method, _)| method).collect()
     }
 
-    /// Sets the queue of the engines that exist to the length of the last [`Self::set_queue`].
-    pub fn fit_queue(&self) {
-        let queue = self.queue.load(Ordering::Relaxed);
-        if queue > 0 {
-            self.library.engines().iter().for_each(|engine| engine.set_queue(queue));
-        }
-    }
-
     /// The number of the model that `asked` names, or of the first model if the request names none. Names may have the tag
     /// that Ollama's clients add.
     pub(in crate::api) fn served(&self, asked: Option<&str>) -> Result<usize, ApiError> {
         let unknown = |asked: &str| {
-            let served: Vec<&str> = self.library.models().iter().map(|model| model.id()).collect();
-            ApiError::UnknownModel { asked: short(asked), served: short(&served.join(", ")) }
+            const SHOWN: usize = 8;
+            let models = self.library.models();
+            let more = if models.len() > SHOWN { " and more (GET /v1/models)" } else { "" };
+            let shown: Vec<&str> = models.iter().take(SHOWN).map(|model| model.id()).collect();
+            ApiError::UnknownModel { asked: short(asked), served: shown.join(", ") + more }
         };
         let Some(asked) = asked else { return Ok(0) };
         let named = self.listed(asked).map(|(index, _)| index);

@@ -289,6 +289,7 @@ pub fn on_device(
         quantize: config.model.quantize,
         max_context: config.engine.context,
         sequences: config.engine.sequences,
+        whole_contexts: config.kv.whole_contexts,
         kv: kv.dtype,
         precision: config.model.precision,
         tiles,
@@ -302,7 +303,8 @@ pub fn on_device(
         offload: npu.as_ref().and_then(Npu::limits),
         ..LoadOptions::default()
     };
-    let usable_bytes = device.machine().usable(&options.memory).iter().sum();
+    let (machine, usable) = (device.machine(), device.machine().usable(&options.memory));
+    let usable_bytes = machine.weight_heaps().into_iter().map(|heap| usable[heap]).sum();
     let since = Instant::now();
     let bar = Bar::bytes("loading");
     let mut progress = |progress: Progress| match progress {

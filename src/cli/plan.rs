@@ -84,7 +84,7 @@ pub fn fit(config: &Config, planned: &args::Planned, room: &Room) -> Result<Resu
     Ok(request.fit(&room.machine, &room.limits, config.engine.context, 1, &subject.others))
 }
 
-/// The device memory of a load that may use `budget` bytes of memory that is equally near to the GPU.
+/// The device memory of one of several models, whose contexts are whole, if `budget` bytes may be used.
 pub fn bytes_to_serve(files: &ModelFiles, config: &Config, budget: u64) -> Result<u64, Error> {
     let model = part(files, config)?;
     let draft = config.model.draft.as_ref().map(|path| draft(path, &model.config)).transpose()?;
@@ -92,7 +92,7 @@ pub fn bytes_to_serve(files: &ModelFiles, config: &Config, budget: u64) -> Resul
     let room = load::room_within(budget, config);
     let (request, _) = request(&subject, config, &room, 1);
     let (context, sequences) = (config.engine.context, config.engine.sequences);
-    let fit = request.fit_to_serve(&room.machine, &room.limits, context, sequences, &[]);
+    let fit = request.fit(&room.machine, &room.limits, context, sequences, &[]);
     Ok(fit.map_err(|error| LoadError::from(Box::new(error)))?.plan.bytes())
 }
 

@@ -100,7 +100,9 @@ impl DeviceFactory {
         }
         let (observer, socket) = Channel::new().map_err(StartError::Channel)?;
         connection.send_files(&[socket])?;
-        let loaded = self.loaded(&mut connection)?;
+        let loaded = self.loaded(&mut connection);
+        self.observer.set_loading(None);
+        let loaded = loaded?;
         self.npu = self.npu.take().or_else(|| loaded.npu.clone());
         let runner = DeviceProcess::new(connection, loaded.hang_timeout)?;
         self.observer.watch(observer);
@@ -114,10 +116,7 @@ impl DeviceFactory {
             self.observer.set_loading(Some(log.doing()));
             match connection.receive_meanwhile(self.patience, || log.log_if_due()) {
                 Ok(Load::Doing(doing)) => log.take(doing),
-                Ok(Load::Done(loaded)) => {
-                    self.observer.set_loading(None);
-                    return Ok(*loaded);
-                }
+                Ok(Load::Done(loaded)) => return Ok(*loaded),
                 Ok(Load::Refused(refusal)) => return Err(StartError::Refused(refusal)),
                 Err(ConnectionError::Hung { seconds }) => {
                     return Err(StartError::Hung { doing: log.doing(), seconds });

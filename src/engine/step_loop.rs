@@ -360,11 +360,11 @@ impl StepLoop {
     /// waited for the device.
     fn step(&mut self) -> Result<Duration, Failure> {
         let mut drafting = Duration::ZERO;
-        self.shared.set_working(DeviceTask::Step);
         let waited = self.take_turn();
         if self.lease.is_some() && self.turn.is_none() {
             return Ok(waited); // the engine must end
         }
+        self.shared.set_working(DeviceTask::Step);
         let courtesy = self.shared.courtesy();
         match self.runner.set_courtesy(courtesy) {
             Ok(false) => {}
@@ -539,7 +539,9 @@ impl StepLoop {
                 submitted.answers.into_iter().for_each(|answer| answer.fail(error.clone()));
             }
         }
-        let Self { runner, messages, .. } = self;
+        let Self { runner, messages, turn, .. } = self;
+        // The other engines do not wait for the end of the runner.
+        drop(turn);
         // Dropping the inbox fails the requests that arrived after the loop above, and refuses later ones, with the
         // same error.
         drop(messages);

@@ -23,8 +23,11 @@ pub struct Turns {
     pub patience: Duration,
     /// How long a request waits for memory that other models hold.
     pub longest: Duration,
-    /// The maximum number of requests that wait for one model.
+    /// For so long after a load that failed, requests for the model fail without another try.
+    pub retry: Duration,
+    /// The maximum number of waiting requests, which keep their bodies, and of one client's.
     pub queue: usize,
+    pub queue_of_one: usize,
 }
 
 impl Default for Turns {
@@ -33,7 +36,9 @@ impl Default for Turns {
             settle: Duration::from_millis(500),
             patience: Duration::from_secs(10),
             longest: Duration::from_secs(120),
-            queue: 256,
+            retry: Duration::from_secs(5),
+            queue: 64,
+            queue_of_one: 16,
         }
     }
 }
@@ -63,8 +68,17 @@ pub(super) struct Slot {
     pub(super) load_time: Duration,
     /// When each request that waits for it began to wait.
     pub(super) waiting: Vec<Instant>,
-    /// The number of loads that failed, and why the last one did.
-    pub(super) failure: Option<(u64, String)>,
+    /// The last load that failed.
+    pub(super) failure: Option<Failure>,
+}
+
+/// A load that failed.
+#[derive(Debug, Clone)]
+pub(super) struct Failure {
+    /// Its number among the failed loads of the model.
+    pub(super) number: u64,
+    pub(super) problem: String,
+    pub(super) at: Instant,
 }
 
 /// What a request for a model that is not loaded has to do.
@@ -99,8 +113,9 @@ impl Slot {
     }
 
     pub(super) fn fail(&mut self, problem: String) {
-        let n = self.failure.as_ref().map_or(0, |(n, _)| *n);
-        (self.state, self.failure) = (SlotState::Absent, Some((n + 1, problem)));
+        let number = 1 + self.failure.as_ref().map_or(0, |failure| failure.number);
+        self.state = SlotState::Absent;
+        self.failure = Some(Failure { number, problem, at: Instant::now() });
     }
 
     /// How much is lost if the model is unloaded: the time of its load, divided by the time that it was idle.
@@ -116,20 +131,37 @@ impl Slot {
 
 /// Decides for a request for `wanted`, which is not loaded. Its bytes must be planned if `budget` is known.
 pub(super) fn decide(slots: &[Slot], wanted: usize, budget: u64, turns: Turns, now: Instant) -> Decision {
+    let Some(leaving) = leaving_now(slots, wanted, budget, turns, now) else { return Decision::Wait };
+    // Free memory is for every model. Idle models leave for the model that has waited the longest of those that they suffice
+    // for.
+    let is_older = |other: usize| slots[other].oldest_wait() < slots[wanted].oldest_wait();
+    let waiting = (0..slots.len()).filter(|i| *i != wanted && slots[*i].oldest_wait().is_some());
+    let mut older = waiting.filter(|i| is_older(*i));
+    match leaving.is_empty() || !older.any(|i| leaving_now(slots, i, budget, turns, now).is_some()) {
+        true => Decision::Swap(leaving),
+        false => Decision::Wait,
+    }
+}
+
+/// The idle models that must leave so that `wanted` can be loaded now. `None` = it cannot, or need not, be loaded.
+fn leaving_now(slots: &[Slot], wanted: usize, budget: u64, turns: Turns, now: Instant) -> Option<Vec<usize>> {
     if slots[wanted].state != SlotState::Absent {
-        return Decision::Wait;
+        return None;
     }
-    // Only the model that waits the longest may unload others.
-    let is_first = first_waiting(slots) == Some(wanted);
     let is_impatient = waited(&slots[wanted], now) >= turns.patience;
-    let may_leave = |slot: &Slot| {
+    leaving(slots, wanted, budget, now, |slot| {
         let is_settled = now.saturating_duration_since(slot.last_used) >= turns.settle;
-        slot.users == 0 && is_first && (is_settled || is_impatient)
-    };
-    match leaving(slots, wanted, budget, now, may_leave) {
-        Some(leaving) => Decision::Swap(leaving),
-        None => Decision::Wait,
-    }
+        // A model that was loaded for an older request stays until that request has used it.
+        let is_awaited = slot.oldest_wait().is_some_and(|since| Some(since) < slots[wanted].oldest_wait());
+        slot.users == 0 && !is_awaited && (is_settled || is_impatient)
+    })
+}
+
+/// Whether `wanted` fits if all models leave that are not pinned.
+pub(super) fn may_fit(slots: &[Slot], wanted: usize, budget: u64) -> bool {
+    let pinned = slots.iter().enumerate().filter(|(i, slot)| *i != wanted && slot.is_pinned);
+    let held: u64 = pinned.map(|(_, slot)| slot.held()).sum();
+    held.saturating_add(slots[wanted].bytes.unwrap_or(0)) <= budget
 }
 
 /// Whether a request for `index`, which is loaded, must wait, because another model has waited too long for its memory.
@@ -209,7 +241,9 @@ mod tests {
         settle: Duration::from_secs(1),
         patience: Duration::from_secs(10),
         longest: Duration::from_secs(100),
+        retry: Duration::ZERO,
         queue: 4,
+        queue_of_one: 4,
     };
 
     /// A slot of `bytes` that was used `idle` seconds before `now`.
@@ -267,6 +301,29 @@ mod tests {
         assert_eq!(decide(&slots, 1, 120, TURNS, now), Decision::Wait);
         assert_eq!(decide(&slots, 2, 120, TURNS, now), Decision::Swap(vec![0]));
         assert_eq!(decide(&slots, 3, 120, TURNS, now), Decision::Swap(vec![]), "free memory is for everyone");
+        // The first needs more than the idle model holds, so it does not keep that from the second.
+        let busy = Slot { users: 1, ..resident(now, 60, 0) };
+        let slots = [busy, resident(now, 40, 5), absent(now, 100, 4), absent(now, 40, 3)];
+        assert_eq!(decide(&slots, 2, 100, TURNS, now), Decision::Wait);
+        assert_eq!(decide(&slots, 3, 100, TURNS, now), Decision::Swap(vec![1]));
+    }
+
+    #[test]
+    fn a_model_stays_until_the_request_that_it_was_loaded_for_has_used_it() {
+        let now = now();
+        let loaded =
+            |waited| Slot { waiting: vec![now - Duration::from_secs(waited)], ..resident(now, 60, 5) };
+        assert_eq!(decide(&[loaded(30), absent(now, 60, 20)], 1, 60, TURNS, now), Decision::Wait);
+        assert_eq!(decide(&[loaded(10), absent(now, 60, 20)], 1, 60, TURNS, now), Decision::Swap(vec![0]));
+    }
+
+    #[test]
+    fn pinned_models_are_never_counted_as_room() {
+        let now = now();
+        let pinned = Slot { is_pinned: true, ..resident(now, 60, 5) };
+        let slots = [pinned, resident(now, 40, 5), absent(now, 50, 0)];
+        assert!(!may_fit(&slots, 2, 100));
+        assert!(may_fit(&slots, 2, 110));
     }
 
     #[test]

@@ -13,6 +13,8 @@ mod admission;
 mod model;
 mod report;
 
+use std::collections::HashMap;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 use std::time::{Duration, Instant};
 
@@ -22,12 +24,12 @@ pub use self::admission::Turns;
 use self::admission::{Decision, Slot, SlotState};
 pub use self::model::{InUse, Model, ModelNames, Stage};
 pub use self::report::{CourtesyReport, EnergyReport, LiveReport, ModelCard, ModelReport};
-use crate::engine::{EngineHandle, EngineState, KeepAlive};
+use crate::engine::{ClientId, EngineHandle, EngineState, KeepAlive};
 use crate::session::Service;
 
 /// How often a waiting request looks again, because time alone may make room.
 const LOOK_AGAIN: Duration = Duration::from_millis(50);
-/// Longest wait for the end of an unload. The device process is killed if it does not end by itself.
+/// Longest wait for the end of an unload, which may have to wait for a load of the same model.
 const UNLOAD_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Loads one model of a library of several.
@@ -53,14 +55,15 @@ pub enum LibraryError {
     Unloaded(usize),
     /// `holders` says which models hold the memory.
     #[error(
-        "there is no memory for {model:?}: it takes {needed} MiB of {budget} MiB, and {holders}; no model could be unloaded \
-         within {} s; try again later",
-        waited.as_secs_f64()
+        "there is no memory for {model:?}: it takes {needed} MiB of {budget} MiB, and {holders}; models in use and pinned \
+         models are not unloaded; try again later"
     )]
-    NoRoom { model: String, needed: u64, budget: u64, holders: String, waited: Duration },
+    NoRoom { model: String, needed: u64, budget: u64, holders: String },
     #[error("{model:?} cannot be loaded: {problem}")]
     Failed { model: String, problem: String },
-    #[error("the server is busy: {waiting} requests are waiting for {model:?}; try again in a few seconds")]
+    #[error(
+        "the server is busy: {waiting} requests wait for models, and {model:?} is not loaded; try again in a few seconds"
+    )]
     QueueFull { model: String, waiting: usize },
     #[error("the server is shutting down")]
     ShuttingDown,
@@ -71,6 +74,8 @@ pub struct Library {
     models: Vec<Arc<Model>>,
     /// Whether a request may use any name. It is answered by the first model, unless the name is another model's.
     any_name: bool,
+    /// The length of the engines' queues; 0 = as they were started.
+    queue: Arc<AtomicUsize>,
     /// `None` = there is one model, which has the device to itself.
     swap: Option<Arc<Swap>>,
 }
@@ -78,6 +83,8 @@ pub struct Library {
 /// What the requests of a library of several models share.
 struct Swap {
     turns: Turns,
+    /// [`Library::queue`]
+    queue: Arc<AtomicUsize>,
     models: Vec<(Arc<Model>, Box<dyn Loader>)>,
     state: Mutex<State>,
     /// Woken when [`Swap::state`] changes.
@@ -92,6 +99,8 @@ struct State {
     /// Whether a model is being loaded or unloaded. One at a time.
     is_swapping: bool,
     is_closed: bool,
+    /// The number of waiting requests of each client.
+    clients: HashMap<ClientId, usize>,
 }
 
 impl From<ModelNames> for Library {
@@ -110,7 +119,7 @@ impl From<&str> for Library {
 impl Library {
     /// A library of one model. The caller loads it, and calls [`Model::set_ready`].
     pub fn of_one(model: Arc<Model>, any_name: bool) -> Self {
-        Self { models: vec![model], any_name, swap: None }
+        Self { models: vec![model], any_name, queue: Arc::default(), swap: None }
     }
 
     /// A library of several models, none of which is loaded. Panics if there is none.
@@ -123,11 +132,14 @@ impl Library {
         assert!(!models.is_empty(), "a library has a model");
         let slots = models.iter().map(|(model, _)| Slot::new(model.is_pinned())).collect();
         let state = Mutex::new(State { slots, ..State::default() });
+        let queue = Arc::<AtomicUsize>::default();
         Self {
             models: models.iter().map(|(model, _)| Arc::clone(model)).collect(),
             any_name,
+            queue: Arc::clone(&queue),
             swap: Some(Arc::new(Swap {
                 turns,
+                queue,
                 models,
                 state,
                 changed: Notify::new(),
@@ -170,11 +182,27 @@ impl Library {
         Some(swap.ready(index).ok_or(LibraryError::Unloaded(index)))
     }
 
-    /// Waits until the model is loaded, which may unload idle models. The model stays loaded until the value is dropped.
-    /// Panics in a library of one.
-    pub async fn admit(&self, index: usize) -> Result<InUse, LibraryError> {
+    /// Waits for `client` until the model is loaded, which may unload idle models. The model stays loaded until the value is
+    /// dropped. Panics in a library of one.
+    pub async fn admit(&self, index: usize, client: ClientId) -> Result<InUse, LibraryError> {
         let swap = self.swap.as_ref().expect("a library of several models");
-        Swap::admit(swap, index).await
+        Swap::admit(swap, index, client).await
+    }
+
+    /// The number of requests that wait for the model in the library. Those in its engine's queue do not count.
+    pub fn waiting(&self, index: usize) -> usize {
+        self.swap.as_ref().map_or(0, |swap| swap.lock().slots[index].waiting.len())
+    }
+
+    /// Sets the length of the engines' queues, also of those that are started later.
+    pub fn set_queue(&self, queue: usize) {
+        self.queue.store(queue, Ordering::Relaxed);
+        self.fit_queue();
+    }
+
+    /// Sets the queues of the engines that exist to the length of the last [`Self::set_queue`].
+    pub fn fit_queue(&self) {
+        self.engines().iter().for_each(|engine| fit(engine, &self.queue));
     }
 
     /// What the model does. Queries the model's engine.
@@ -217,12 +245,17 @@ impl Library {
         }
     }
 
-    /// Refuses requests from now on, and drains the engines.
-    pub fn drain(&self) {
+    /// Refuses requests that would need a load from now on.
+    pub fn close(&self) {
         if let Some(swap) = &self.swap {
             swap.lock().is_closed = true;
             swap.changed.notify_waiters();
         }
+    }
+
+    /// Refuses requests from now on, and drains the engines.
+    pub fn drain(&self) {
+        self.close();
         self.engines().iter().for_each(EngineHandle::drain);
     }
 }
@@ -271,7 +304,8 @@ impl Swap {
             return None;
         }
         let model = &self.models[index].0;
-        let service = model.service()?;
+        // An engine that has ended is replaced once its last request is gone.
+        let service = model.service().filter(|service| service.engine().health().is_ok())?;
         state.slots[index].users += 1;
         let of_guard = Arc::clone(self);
         Some(InUse::shared(model, service, move || of_guard.release(index)))
@@ -290,50 +324,66 @@ impl Swap {
         self.budget.get().copied().unwrap_or(u64::MAX)
     }
 
-    async fn admit(this: &Arc<Self>, index: usize) -> Result<InUse, LibraryError> {
-        let name = || this.models[index].0.id().to_owned();
-        let waiting = Waiting::begin(this, index)?;
+    async fn admit(this: &Arc<Self>, index: usize, client: ClientId) -> Result<InUse, LibraryError> {
+        let waiting = Waiting::begin(this, index, client)?;
         loop {
             // Created before the state is read, so that no change is missed.
             let changed = this.changed.notified();
-            {
-                let mut state = this.lock();
-                if state.is_closed {
-                    return Err(LibraryError::ShuttingDown);
-                }
-                this.sync(&mut state);
-                if let Some((_, problem)) =
-                    state.slots[index].failure.clone().filter(|(n, _)| *n > waiting.loads)
-                {
-                    return Err(LibraryError::Failed { model: name(), problem });
-                }
-                if let Some(in_use) = this.take(&mut state, index, waiting.since) {
-                    return Ok(in_use);
-                }
-                this.plan(&mut state, index)?;
-                let now = Instant::now();
-                match admission::decide(&state.slots, index, this.budget(), this.turns, now) {
-                    _ if state.is_swapping => {}
-                    Decision::Swap(leaving) => this.begin_swap(&mut state, index, leaving),
-                    Decision::Wait if now - waiting.since > this.turns.longest => {
-                        return Err(this.no_room(&state, index));
-                    }
-                    Decision::Wait => {}
-                }
+            if let Some(in_use) = this.look(&waiting).await? {
+                return Ok(in_use);
             }
             let _ = tokio::time::timeout(LOOK_AGAIN, changed).await;
         }
     }
 
-    /// Finds the bytes of a model that was never loaded. They do not matter for the first load of all.
-    fn plan(&self, state: &mut State, index: usize) -> Result<(), LibraryError> {
-        let (model, loader) = &self.models[index];
-        let slot = &mut state.slots[index];
-        if let (None, Some(budget)) = (slot.bytes, self.budget.get()) {
-            let bytes = loader.plan(*budget);
-            let failed = |problem| LibraryError::Failed { model: model.id().to_owned(), problem };
-            slot.bytes = Some(bytes.map_err(failed)?);
+    /// Takes the model if it is loaded, or begins to load it if there is room.
+    async fn look(self: &Arc<Self>, waiting: &Waiting<'_>) -> Result<Option<InUse>, LibraryError> {
+        let index = waiting.index;
+        self.plan(index).await?;
+        let mut state = self.lock();
+        if state.is_closed {
+            return Err(LibraryError::ShuttingDown);
         }
+        self.sync(&mut state);
+        if let Some(in_use) = self.take(&mut state, index, waiting.since) {
+            return Ok(Some(in_use));
+        }
+        let slot = &state.slots[index];
+        let now = Instant::now();
+        if let Some(failure) = &slot.failure
+            && (failure.number > waiting.failures || now - failure.at < self.turns.retry)
+        {
+            return Err(self.failed(index, failure.problem.clone()));
+        }
+        let is_late = now - waiting.since > self.turns.longest && slot.state != SlotState::Loading;
+        if is_late || !admission::may_fit(&state.slots, index, self.budget()) {
+            return Err(self.no_room(&state, index));
+        }
+        if !state.is_swapping
+            && let Decision::Swap(leaving) =
+                admission::decide(&state.slots, index, self.budget(), self.turns, now)
+        {
+            self.begin_swap(&mut state, index, leaving);
+        }
+        Ok(None)
+    }
+
+    fn failed(&self, index: usize, problem: String) -> LibraryError {
+        LibraryError::Failed { model: self.models[index].0.id().to_owned(), problem }
+    }
+
+    /// Finds the bytes of a model that was never loaded, from its files. They do not matter for the first load of all.
+    async fn plan(self: &Arc<Self>, index: usize) -> Result<(), LibraryError> {
+        let Some(budget) = self.budget.get().copied() else { return Ok(()) };
+        if self.lock().slots[index].bytes.is_some() {
+            return Ok(());
+        }
+        let this = Arc::clone(self);
+        let planned = tokio::task::spawn_blocking(move || this.models[index].1.plan(budget)).await;
+        let planned = planned.unwrap_or_else(|error| Err(format!("internal error: {error}")));
+        let bytes = planned.map_err(|problem| self.failed(index, problem))?;
+        // A load may have measured them in the meantime.
+        self.lock().slots[index].bytes.get_or_insert(bytes);
         Ok(())
     }
 
@@ -344,7 +394,8 @@ impl Swap {
             let why = match (slot.is_pinned, slot.users) {
                 (true, _) => ", pinned".to_owned(),
                 (false, 0) => String::new(),
-                (false, n) => format!(", {n} requests"),
+                (false, 1) => ", used by 1 request".to_owned(),
+                (false, n) => format!(", used by {n} requests"),
             };
             format!("{:?} holds {} MiB{why}", model.id(), mib(slot.held()))
         });
@@ -353,7 +404,6 @@ impl Swap {
             needed: mib(state.slots[index].bytes.unwrap_or(0)),
             budget: mib(self.budget()),
             holders: holders.collect::<Vec<_>>().join("; "),
-            waited: self.turns.longest,
         }
     }
 
@@ -389,8 +439,10 @@ impl Swap {
         for &i in leaving {
             let model = &self.models[i].0;
             tracing::info!("unloading {:?} for {:?}", model.id(), self.models[index].0.id());
-            if let Some(service) = model.service() {
-                unload(service.engine());
+            if let Some(service) = model.service()
+                && !unload(service.engine())
+            {
+                model.forget();
             }
             self.lock().slots[i].state = SlotState::Absent;
         }
@@ -410,6 +462,7 @@ impl Swap {
                 // The first model to be loaded found all memory that models may use.
                 self.budget.get_or_init(|| report.device.usable_bytes);
                 self.lock().slots[index].bytes = Some(report.bytes());
+                fit(service.engine(), &self.queue);
                 model.set_report(report);
                 model.set_ready(service);
             }
@@ -423,7 +476,9 @@ impl Swap {
         let mut state = self.lock();
         // They have left, unless there was a panic.
         for &i in leaving {
-            state.slots[i].state = SlotState::Absent;
+            if state.slots[i].state == SlotState::Leaving {
+                state.slots[i].state = SlotState::Resident;
+            }
         }
         let slot = &mut state.slots[index];
         match loaded {
@@ -439,19 +494,33 @@ impl Swap {
     }
 }
 
-/// Unloads the model of an engine that has no request, and waits until its memory is free.
-fn unload(engine: &EngineHandle) {
+/// Unloads the model of an engine that has no request, and waits until its memory is free. Returns false if the engine has
+/// ended.
+fn unload(engine: &EngineHandle) -> bool {
+    const CHECK_EVERY: Duration = Duration::from_millis(5);
     let since = Instant::now();
-    if engine.unload().is_err() {
-        return; // the engine has ended
-    }
-    while !matches!(engine.state(), EngineState::Unloaded | EngineState::Lost) {
-        if since.elapsed() > UNLOAD_TIMEOUT {
-            tracing::error!("a model was not unloaded within {} s", UNLOAD_TIMEOUT.as_secs());
-            engine.abort();
-            return;
+    let _ = engine.unload(); // an engine that has ended is waited for below
+    while !engine.join(CHECK_EVERY) {
+        if engine.state() == EngineState::Unloaded {
+            return true;
         }
-        std::thread::sleep(Duration::from_millis(5));
+        if since.elapsed() > UNLOAD_TIMEOUT {
+            tracing::error!(
+                "a model was not unloaded within {} s: its engine ends",
+                UNLOAD_TIMEOUT.as_secs()
+            );
+            engine.abort();
+            engine.join(UNLOAD_TIMEOUT);
+            return false;
+        }
+    }
+    false
+}
+
+fn fit(engine: &EngineHandle, queue: &AtomicUsize) {
+    let queue = queue.load(Ordering::Relaxed);
+    if queue > 0 {
+        engine.set_queue(queue);
     }
 }
 
@@ -459,23 +528,25 @@ fn unload(engine: &EngineHandle) {
 struct Waiting<'a> {
     swap: &'a Swap,
     index: usize,
+    client: ClientId,
     since: Instant,
     /// The number of loads of the model that had failed when the wait began.
-    loads: u64,
+    failures: u64,
 }
 
 impl<'a> Waiting<'a> {
-    fn begin(swap: &'a Swap, index: usize) -> Result<Self, LibraryError> {
+    fn begin(swap: &'a Swap, index: usize, client: ClientId) -> Result<Self, LibraryError> {
         let mut state = swap.lock();
-        let slot = &mut state.slots[index];
-        if slot.waiting.len() >= swap.turns.queue {
-            let (model, waiting) = (swap.models[index].0.id().to_owned(), slot.waiting.len());
-            return Err(LibraryError::QueueFull { model, waiting });
+        let waiting: usize = state.clients.values().sum();
+        let of_client = state.clients.get(&client).copied().unwrap_or(0);
+        if waiting >= swap.turns.queue || of_client >= swap.turns.queue_of_one {
+            return Err(LibraryError::QueueFull { model: swap.models[index].0.id().to_owned(), waiting });
         }
-        let since = Instant::now();
+        *state.clients.entry(client).or_default() += 1;
+        let (slot, since) = (&mut state.slots[index], Instant::now());
         slot.waiting.push(since);
-        let loads = slot.failure.as_ref().map_or(0, |(n, _)| *n);
-        Ok(Self { swap, index, since, loads })
+        let failures = slot.failure.as_ref().map_or(0, |failure| failure.number);
+        Ok(Self { swap, index, client, since, failures })
     }
 }
 
@@ -485,6 +556,12 @@ impl Drop for Waiting<'_> {
         let waiting = &mut state.slots[self.index].waiting;
         if let Some(at) = waiting.iter().position(|since| *since == self.since) {
             waiting.remove(at);
+        }
+        if let Some(n) = state.clients.get_mut(&self.client) {
+            *n -= 1;
+            if *n == 0 {
+                state.clients.remove(&self.client);
+            }
         }
         drop(state);
         self.swap.changed.notify_waiters();

@@ -42,6 +42,8 @@ pub struct LoadOptions {
     pub max_context: Option<usize>,
     /// The most sequences that the KV cache gets room for; fewer if memory is short.
     pub sequences: usize,
+    /// Whether the load is refused if the memory does not hold so many whole contexts.
+    pub whole_contexts: bool,
     /// Element type of the KV cache.
     pub kv: KvDtype,
     /// Tokens per KV block; at least 1.
@@ -80,6 +82,7 @@ impl Default for LoadOptions {
             quantize: QuantizeMode::None,
             max_context: None,
             sequences: 1,
+            whole_contexts: false,
             kv: KvDtype::F32,
             block_size: DEFAULT_BLOCK_SIZE,
             max_submit: Duration::from_millis(200),
@@ -274,9 +277,12 @@ fn place(
     }
     let others = memory::quantize_modes(weights)?;
     let machine = device.machine();
-    let fit = request
-        .fit_to_serve(&machine, &options.memory, options.max_context, options.sequences, &others)
-        .map_err(Box::new)?;
+    let (context, sequences) = (options.max_context, options.sequences);
+    let fit = match options.whole_contexts {
+        true => request.fit(&machine, &options.memory, context, sequences, &others),
+        false => request.fit_to_serve(&machine, &options.memory, context, sequences, &others),
+    };
+    let fit = fit.map_err(Box::new)?;
     let room = request.sequences(&fit);
     let limits = request.limits(fit.context, fit.pools);
     if room < options.sequences {

@@ -23,14 +23,17 @@ use crate::support::server::report;
 use crate::support::tokenizers::{gemma_template, tokenizer};
 
 /// The device memory of the tests, and what most models take of it.
-const BUDGET: u64 = 200;
-const HALF: u64 = 100;
+const BUDGET: u64 = 200 * MIB;
+const HALF: u64 = 100 * MIB;
+const MIB: u64 = 1 << 20;
 
 const TURNS: Turns = Turns {
     settle: Duration::from_millis(5),
     patience: Duration::from_millis(100),
     longest: Duration::from_secs(20),
+    retry: Duration::ZERO,
     queue: 64,
+    queue_of_one: 64,
 };
 
 /// What all models of a test hold on their device.
@@ -63,7 +66,10 @@ struct FakeModel {
     bytes: u64,
     device: Arc<Device>,
     loads: AtomicUsize,
+    /// How long a load takes, in milliseconds.
+    load_ms: AtomicU64,
     fails: AtomicBool,
+    panics: AtomicBool,
     control: Mutex<Option<Control>>,
 }
 
@@ -74,7 +80,9 @@ impl FakeModel {
             bytes,
             device: Arc::clone(device),
             loads: AtomicUsize::new(0),
+            load_ms: AtomicU64::new(0),
             fails: AtomicBool::new(false),
+            panics: AtomicBool::new(false),
             control: Mutex::default(),
         })
     }
@@ -100,11 +108,16 @@ struct FakeLoader(Arc<FakeModel>);
 impl Loader for FakeLoader {
     fn plan(&self, budget: u64) -> Result<u64, String> {
         let bytes = self.0.bytes;
-        if bytes > budget { Err(format!("it takes {bytes} of {budget}")) } else { Ok(bytes) }
+        if bytes > budget {
+            return Err(format!("it takes {} of {} MiB", bytes / MIB, budget / MIB));
+        }
+        Ok(bytes)
     }
 
     fn load(&self) -> Result<Loaded, String> {
         self.0.loads.fetch_add(1, Ordering::SeqCst);
+        std::thread::sleep(Duration::from_millis(self.0.load_ms.load(Ordering::SeqCst)));
+        assert!(!self.0.panics.load(Ordering::SeqCst), "a test's panic");
         if self.0.fails.load(Ordering::SeqCst) {
             return Err("the disk is broken".into());
         }
@@ -135,7 +148,7 @@ struct App {
     models: Vec<Arc<FakeModel>>,
 }
 
-/// A server with models `a`, `b`, ..., which answer with these texts. `change` changes the names of each.
+/// A server with models `a`, `b`, ..., which answer with these texts and take these bytes.
 fn app(texts: &[(&str, u64)], turns: Turns, pinned: &[usize]) -> App {
     let device = Arc::new(Device::default());
     let models: Vec<_> = texts.iter().map(|(text, bytes)| FakeModel::new(&device, text, *bytes)).collect();
@@ -268,7 +281,7 @@ async fn busy_and_pinned_models_keep_their_memory_and_the_error_names_them() {
     let (status, answer) = ask(&app.router, "c").await;
     assert_eq!((status.as_u16(), &answer["error"]["code"]), (503, &json!("no_room")), "{answer}");
     let message = answer["error"]["message"].as_str().expect("a text");
-    assert!(message.contains("\"a\" holds 1 MiB, pinned; \"b\" holds 1 MiB, 1 requests"), "{message}");
+    assert!(message.contains("it takes 100 MiB of 200 MiB, and \"a\" holds 100 MiB, pinned; \"b\" holds 100 MiB, used by 1 request;"), "{message}");
     // A model that waited for long in vain does not stop the others for ever.
     assert_eq!(text(&app.router, "a", "a").await, "ant");
     app.models[1].control().release();
@@ -279,7 +292,7 @@ async fn busy_and_pinned_models_keep_their_memory_and_the_error_names_them() {
     let (status, answer) = ask(&app.router, "d").await;
     assert_eq!((status.as_u16(), &answer["error"]["code"]), (503, &json!("load_failed")), "{answer}");
     let message = answer["error"]["message"].as_str().expect("a text");
-    assert!(message.contains("it takes 400 of 200"), "{message}");
+    assert!(message.contains("it takes 400 of 200 MiB"), "{message}");
     assert_eq!(
         states(&app.router).await[..3],
         ["loaded", "unloaded", "loaded"],
@@ -304,6 +317,7 @@ async fn a_failed_load_fails_the_requests_that_wait_and_the_next_one_tries_again
     while app.server.library().engines().first().is_some_and(|engine| engine.ended().is_none()) {
         tokio::time::sleep(Duration::from_millis(1)).await;
     }
+    // It may still hold its memory. The request waits until that is free.
     assert_eq!(text(&app.router, "a", "a").await, "ant");
     assert_eq!(app.device.held.load(Ordering::SeqCst), HALF);
 }
@@ -320,10 +334,85 @@ async fn after_the_end_was_requested_no_model_is_loaded() {
     assert_eq!(app.models[1].loads.load(Ordering::SeqCst), 0);
 }
 
+#[tokio::test(flavor = "multi_thread")]
+async fn a_model_that_pinned_ones_leave_no_room_for_is_refused_at_once() {
+    let app = app(&[("ant", HALF), ("bee", HALF + MIB), ("cat", HALF)], TURNS, &[0]);
+    assert_eq!(text(&app.router, "a", "a").await, "ant");
+    let (status, answer) = ask(&app.router, "b").await;
+    assert_eq!((status.as_u16(), &answer["error"]["code"]), (503, &json!("no_room")), "{answer}");
+    assert_eq!(text(&app.router, "c", "c").await, "cat");
+    assert_eq!(states(&app.router).await, ["loaded", "unloaded", "loaded"]);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_model_answers_the_request_that_it_was_loaded_for_before_it_leaves() {
+    let app = app(&[("ant", BUDGET), ("bee", BUDGET)], TURNS, &[]);
+    for model in &app.models {
+        // Longer than the patience of the request for the other model.
+        model.load_ms.store(2 * TURNS.patience.as_millis() as u64, Ordering::SeqCst);
+    }
+    let (a, b) = tokio::join!(text(&app.router, "a", "a"), text(&app.router, "b", "b"));
+    assert_eq!([a, b], ["ant", "bee"]);
+    let loads: Vec<_> = app.models.iter().map(|model| model.loads.load(Ordering::SeqCst)).collect();
+    assert_eq!(loads, [1, 1]);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn clients_that_leave_and_loads_that_panic_leave_nothing_behind() {
+    let app = app(&[("ant", BUDGET), ("bee", BUDGET)], TURNS, &[]);
+    app.models[0].load_ms.store(200, Ordering::SeqCst);
+    let router = app.router.clone();
+    let asking = tokio::spawn(async move { ask(&router, "a").await });
+    while app.models[0].loads.load(Ordering::SeqCst) == 0 {
+        tokio::time::sleep(Duration::from_millis(1)).await;
+    }
+    assert_eq!(app.server.library().waiting(0), 1);
+    asking.abort();
+    assert!(asking.await.expect_err("it was aborted").is_cancelled());
+    assert_eq!(app.server.library().waiting(0), 0);
+    // The load goes on, and the model can leave, because no request uses it.
+    assert_eq!(text(&app.router, "b", "b").await, "bee");
+    assert_eq!(app.models[0].loads.load(Ordering::SeqCst), 1);
+
+    app.models[0].panics.store(true, Ordering::SeqCst);
+    app.server.library().engines()[0].abort();
+    let (status, answer) = ask(&app.router, "a").await;
+    assert_eq!((status.as_u16(), &answer["error"]["code"]), (503, &json!("load_failed")), "{answer}");
+    app.models[0].panics.store(false, Ordering::SeqCst);
+    assert_eq!(text(&app.router, "a", "a").await, "ant");
+    assert_eq!(app.device.held.load(Ordering::SeqCst), BUDGET);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn waiting_requests_are_bounded_and_failed_loads_are_not_repeated_at_once() {
+    let turns = Turns { queue: 3, queue_of_one: 2, retry: Duration::from_secs(60), ..TURNS };
+    let app = app(&[("ant", BUDGET), ("bee", BUDGET)], turns, &[]);
+    app.models[0].load_ms.store(300, Ordering::SeqCst);
+    app.models[0].fails.store(true, Ordering::SeqCst);
+    let asked: Vec<_> = (0..2)
+        .map(|_| {
+            let router = app.router.clone();
+            tokio::spawn(async move { ask(&router, "a").await })
+        })
+        .collect();
+    while app.server.library().waiting(0) < 2 {
+        tokio::time::sleep(Duration::from_millis(1)).await;
+    }
+    let (status, answer) = ask(&app.router, "b").await;
+    assert_eq!((status.as_u16(), &answer["error"]["code"]), (429, &json!("queue_full")), "{answer}");
+    for asked in asked {
+        assert_eq!(asked.await.expect("no panic").0, 503);
+    }
+    let (status, answer) = ask(&app.router, "a").await;
+    assert_eq!((status.as_u16(), &answer["error"]["code"]), (503, &json!("load_failed")), "{answer}");
+    assert_eq!(app.models[0].loads.load(Ordering::SeqCst), 1);
+    assert_eq!(text(&app.router, "b", "b").await, "bee");
+}
+
 /// Sixteen clients, each with its own order of models, on memory for two of five.
 #[tokio::test(flavor = "multi_thread")]
 async fn many_clients_of_many_models_get_the_right_answers_within_the_memory() {
-    let texts = [("ant", HALF), ("bee", HALF), ("cat", 60), ("dog", 40), ("eel", 200)];
+    let texts = [("ant", HALF), ("bee", HALF), ("cat", 60 * MIB), ("dog", 40 * MIB), ("eel", BUDGET)];
     let app = app(&texts, TURNS, &[]);
     let clients = (0..16).map(|client| {
         let router = app.router.clone();

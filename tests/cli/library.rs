@@ -66,7 +66,7 @@ fn held(server: &Daemon) -> (BTreeMap<String, u64>, u64) {
     (held, all)
 }
 
-/// Every option of an entry, with an effect on the model that it is for and on no other.
+/// Options of an entry, with an effect on the model that it is for and on no other.
 #[test]
 fn each_of_several_models_has_its_own_options() {
     let (folder, gemma) = (tempfile::tempdir().expect("a folder"), tiny_model());
@@ -79,8 +79,8 @@ fn each_of_several_models_has_its_own_options() {
     let config = configuration(folder.path(), &models, "");
     let checked = printed(unicorn(&["config", "check", "--config", config.to_str().expect("UTF-8")]));
     assert!(checked.contains("gemma, llama"), "{checked}");
-    let server = Daemon::start_configured(&config, &[]);
-    let list = || -> Value {
+    let mut server = Daemon::start_configured(&config, &[]);
+    let list = |server: &Daemon| -> Value {
         let (_, list) = server.exchange("GET", "/v1/models", &[], "");
         serde_json::from_str(&list).expect(&list)
     };
@@ -92,16 +92,22 @@ fn each_of_several_models_has_its_own_options() {
     let of = |id: &str, stage: &str, context| (id.to_owned(), stage.to_owned(), context);
     let gemma_row = [of("gemma", "loaded", Some(96)), of("gpt-4o", "loaded", Some(96))];
     assert_eq!(
-        state(&list()),
+        state(&list(&server)),
         [&gemma_row[..], &[of("llama", "unloaded", None)]].concat(),
         "preload loads the first"
     );
     let (status, answer) = ask(&server, "gpt-4o");
     assert_eq!((status, answer["model"].as_str()), (200, Some("gemma")), "{answer}");
     words(&server, "llama");
-    let loaded = list();
+    let loaded = list(&server);
     assert_eq!(state(&loaded), [&gemma_row[..], &[of("llama", "loaded", Some(256))]].concat());
     assert_eq!(loaded["data"][2]["tool_call_parser"], "json");
+    for part in ["attention int8-row", "precision f32", "keys and values f16\n"] {
+        let is_logged = |line: &String| format!("{line}\n").contains(part);
+        while !server.log.iter().any(is_logged) {
+            server.wait_for_line("");
+        }
+    }
     let (_, running) = server.exchange("GET", "/api/ps", &[], "");
     let running: Value = serde_json::from_str(&running).expect(&running);
     let until = |i: usize| running["models"][i]["expires_at"].as_str().expect("a time").to_owned();
@@ -299,10 +305,13 @@ fn models_swap_under_load_and_no_answer_is_wrong() {
 }
 
 #[test]
-fn generate_and_plan_ignore_the_list_of_models() {
+fn other_commands_ignore_the_list_of_models() {
     let (folder, gemma) = (tempfile::tempdir().expect("a folder"), tiny_model());
     let config = configuration(folder.path(), &[Served { name: "x", path: "/nowhere".into(), more: "" }], "");
     let (config, model) = (config.to_str().expect("UTF-8"), gemma.path().to_str().expect("UTF-8"));
-    let words = ["plan", model, "--config", config, "--vram", "1G"];
-    printed(unicorn_on_software(&words));
+    printed(unicorn_on_software(&["plan", model, "--config", config, "--vram", "1G"]));
+    let prompt = ["--prompt", "Hello", "--max-tokens", "2", "--allow-software-vulkan"];
+    printed(unicorn_on_software(
+        &[&["generate", "--model", model, "--config", config][..], &prompt].concat(),
+    ));
 }

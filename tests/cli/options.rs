@@ -896,3 +896,22 @@ fn validation_without_its_layer_is_an_error() {
     assert!(code == 1 && stderr.contains("validation"), "{stderr}");
     assert_eq!(run("false").0, 0);
 }
+
+#[test]
+fn a_load_that_needs_whole_contexts_is_refused_without_room() {
+    let model = tiny_model();
+    let model = model.path().to_str().expect("UTF-8");
+    let run = |vram: &str, whole: bool| {
+        let words = ["generate", "--model", model, "--prompt", "Hello", "--max-tokens", "2"];
+        let mut command = unicorn_on_software(
+            &[&words[..], &["--allow-software-vulkan", "--reserve", "0", "--vram", vram]].concat(),
+        );
+        command.env("UNICORN_KV_WHOLE_CONTEXTS", whole.to_string()).env("UNICORN_ENGINE_SEQUENCES", "64");
+        output(command)
+    };
+    // The smallest memory in which the model fits has no room for 64 contexts.
+    let sizes = ["4M", "6M", "9M", "13M", "19M", "28M", "40M"];
+    let fits = sizes.into_iter().find(|size| run(size, false).0 == 0).expect("it fits");
+    let (code, _, stderr) = run(fits, true);
+    assert!(code == 1 && stderr.contains("does not fit with"), "{fits}: {stderr}");
+}

@@ -42,8 +42,8 @@ pub enum Health {
 }
 
 impl Health {
-    /// The state, which the device proves now. With several models, it is the worst state of a loaded model: a model that
-    /// cannot be loaded again does not count, because the next request starts it anew.
+    /// The state, which the device proves now. A model of several whose device was lost for good does not count, because the
+    /// next request starts it anew.
     pub async fn proven(server: &Server) -> Self {
         let models = server.library().models();
         if !server.library().is_shared() {
@@ -52,11 +52,21 @@ impl Health {
                 None => Health::Loading(models[0].loading()),
             };
         }
+        let engines: Vec<_> = models.iter().filter_map(|model| Some((model, model.engine()?))).collect();
+        // The models share the device, so any of them proves it. An idle engine is not probed while another one computes:
+        // its probe would wait for that.
+        let is_busy = |engine: &EngineHandle| matches!(engine.signs().work, Some((DeviceTask::Step, _)));
+        let is_proven =
+            engines.iter().any(|(_, engine)| engine.signs().last.is_some_and(|at| at.elapsed() < FRESH));
+        let any_busy = engines.iter().any(|(_, engine)| is_busy(engine));
         let mut all = Vec::new();
-        for (model, engine) in models.iter().filter_map(|model| Some((model, model.engine()?))) {
-            all.push(proof(server, model, &engine).await);
+        for (model, engine) in engines {
+            all.push(match is_busy(&engine) || !is_proven && !any_busy {
+                true => proof(server, model, &engine).await,
+                false => Self::of_engine(model, &engine),
+            });
         }
-        Self::of_all(all)
+        Self::of_all(server, all)
     }
 
     pub(in crate::api) fn of(server: &Server) -> Self {
@@ -64,16 +74,18 @@ impl Health {
         let of = |model: &Arc<Model>| Some(Self::of_engine(model, &model.engine()?));
         match server.library().is_shared() {
             false => of(&models[0]).unwrap_or_else(|| Health::Loading(models[0].loading())),
-            true => Self::of_all(models.iter().filter_map(of).collect()),
+            true => Self::of_all(server, models.iter().filter_map(of).collect()),
         }
     }
 
     /// The state of a server with several models, whose engines have these states. A request waits for the load of its
     /// model, so loads do not count.
-    fn of_all(engines: Vec<Health>) -> Self {
+    fn of_all(server: &Server, engines: Vec<Health>) -> Self {
+        if !server.library().takes_requests() {
+            return Health::Draining;
+        }
         let find = |is_wanted: fn(&Health) -> bool| engines.iter().find(|health| is_wanted(health)).cloned();
-        find(|health| matches!(health, Health::Draining))
-            .or_else(|| find(|health| matches!(health, Health::Unresponsive(_))))
+        find(|health| matches!(health, Health::Unresponsive(_)))
             .or_else(|| find(|health| matches!(health, Health::Recovering)))
             .or_else(|| find(|health| matches!(health, Health::Ok)))
             .unwrap_or(Health::Unloaded)

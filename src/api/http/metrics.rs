@@ -25,7 +25,7 @@ use crate::api::openapi::AuthErrors;
 use crate::api::server::Server;
 use crate::device::{DeviceState, HeapReport, Metric};
 use crate::engine::{PoolUse, Stats};
-use crate::library::{LiveReport, ModelReport};
+use crate::library::{LiveReport, ModelReport, Stage};
 use crate::session::Service;
 
 /// The text that Prometheus reads, <https://prometheus.io/docs/instrumenting/exposition_formats/>. The samples of a model
@@ -184,11 +184,17 @@ fn exposition(server: &Server) -> String {
     ] {
         out.histogram(name, help, histogram);
     }
-    let engines =
-        models.iter().filter_map(|model| Some((model.id(), (model.service()?, model.engine()?.stats()))));
+    let engines = models.iter().enumerate().filter_map(|(index, model)| {
+        let service = model.service()?;
+        let mut stats = service.engine().stats();
+        stats.waiting += server.library().waiting(index);
+        Some((model.id(), (service, stats)))
+    });
     of_engines(&mut out, &engines.collect::<Vec<_>>());
-    let reports = models.iter().filter_map(|model| {
-        let report = model.report()?;
+    let reports = models.iter().enumerate().filter_map(|(index, model)| {
+        // A model that left for another one has no memory.
+        let is_there = !server.library().is_shared() || server.library().stage(index) != Stage::Unloaded;
+        let report = model.report().filter(|_| is_there)?;
         let live = (report.live)();
         Some((model.id(), Measured { report, live }))
     });
@@ -331,7 +337,9 @@ fn of_devices<'a>(out: &mut Exposition<'a>, server: &Server, models: &[(&'a str,
             out.family(name, "gauge", help).sample(&[], files);
         }
     }
-    if let Some(energy) = &first.energy {
+    // Each model counts from its first load. The longest count goes up for as long as that model is there.
+    let counts = models.iter().filter_map(|(_, measured)| measured.live.energy.as_ref());
+    if let Some(energy) = counts.max_by(|a, b| a.joules.total_cmp(&b.joules)) {
         out.family("unicorn_energy_joules_total", "counter", "Energy that the machine used, idle or not.")
             .sample(&[("source", energy.source)], energy.joules);
     }

@@ -56,8 +56,9 @@ replies! {
         /// Device memory that the model holds now.
         bytes: u64,
         context?: usize,
-        waiting?: usize,
-        running?: usize,
+        /// Requests that wait for a load of the model, or in its engine's queue.
+        waiting: usize,
+        running: usize,
         /// What a load in progress does.
         loading?: String,
     }
@@ -286,8 +287,8 @@ fn listed(server: &Server) -> Option<Vec<StatusListed>> {
             state: library.stage(index).into(),
             bytes,
             context: engine.as_ref().map(|engine| engine.limits().max_context),
-            waiting: stats.map(|stats| stats.waiting),
-            running: stats.map(|stats| stats.running),
+            waiting: library.waiting(index) + stats.map_or(0, |stats| stats.waiting),
+            running: stats.map_or(0, |stats| stats.running),
             loading: model.loading(),
         }
     });

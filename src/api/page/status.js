@@ -164,22 +164,28 @@ function showModels(models) {
     const row = list.children[i];
     const [name, what] = row.querySelectorAll("span");
     name.textContent = id;
-    what.textContent = loading ?? (held ? `${state}, ${bytes(held)}` : state);
+    what.textContent = state === "loading" && loading ? loading : held ? `${state}, ${bytes(held)}` : state;
     row.dataset.model = id;
     row.dataset.state = state;
     const button = row.querySelector("button");
-    button.hidden = !(state in ACTIONS);
-    button.textContent = ACTIONS[state] ?? "";
+    // While the model loads, the button stays, because it may have the focus.
+    button.textContent = ACTIONS[state] ?? "Loading";
     button.setAttribute("aria-label", `${button.textContent} ${id}`);
   });
 }
 
-async function act({ dataset: { model, state: was } }) {
+/** Loads or unloads the model of a row. A load may take minutes, in which the button does nothing. */
+async function act(row) {
+  const { model, state: was } = row.dataset;
+  const button = row.querySelector("button");
+  if (button.ariaDisabled === "true") return;
+  button.ariaDisabled = "true";
   try {
     await postJson(was === "loaded" ? "models/unload" : "models/load", { model });
   } catch (error) {
     say(error.message);
   }
+  button.ariaDisabled = "false";
   look();
 }
 

@@ -32,7 +32,7 @@ use super::load::EndEngine;
 use super::log;
 use crate::api::{self, Connections, FILES_PER_CONNECTION, Options, Server, Tls};
 use crate::config::{self, Config};
-use crate::engine::EngineHandle;
+use crate::engine::{ClientId, EngineHandle};
 use crate::library::Loaded;
 use crate::text::panic_message;
 
@@ -195,7 +195,10 @@ pub fn serve(config: &Config, root: Option<&Path>, reload: Reload, log_filter: S
             error = loading => Err(error),
         }
     });
+    server.library().close();
     loads.cancel();
+    // This also cancels the load of a model that was unloaded.
+    server.library().engines().iter().for_each(EngineHandle::abort);
     if !wait_for_load_end(load, &server) {
         tracing::warn!("a model was still loading after {} s", LOAD_END.as_secs());
     }
@@ -238,7 +241,7 @@ type LoadedOnly = oneshot::Receiver<Result<(), Error>>;
 /// Waits until the only model is loaded, and watches its engine from then on.
 async fn take_only(loaded: LoadedOnly, server: &Server, lose: oneshot::Sender<()>) -> Result<(), Error> {
     loaded.await.map_err(|_| Error::LoadPanicked)??;
-    server.fit_queue();
+    server.library().fit_queue();
     let service = server.library().first().service().expect("the model is loaded");
     watch_engine(service.engine().clone(), lose).map_err(Error::Runtime)?;
     // Runs in parallel with the first answers, so that the first request with a schema does not wait.
@@ -261,7 +264,7 @@ async fn preload(config: &Config, loaders: &[Arc<ModelLoader>], server: &Server)
         }
     }
     for (index, _) in config.models.serve.iter().enumerate().filter(|(_, served)| served.preload) {
-        drop(server.library().admit(index).await?);
+        drop(server.library().admit(index, ClientId::default()).await?);
     }
     Ok(())
 }
@@ -395,10 +398,12 @@ fn stop(
         } else {
             tracing::info!("stopping: cancelling the load");
         }
+        server.library().close();
         loads.cancel();
         tokio::spawn(async move {
             either(&mut interrupt, &mut terminate).await;
-            let ended = server.library().engines().iter().find_map(EngineHandle::ended);
+            let only = server.library().first().engine().filter(|_| !server.library().is_shared());
+            let ended = only.and_then(|engine| engine.ended());
             std::process::exit(ended.map_or(INTERRUPTED, |error| Error::from(error).exit_code()).into());
         });
         grace

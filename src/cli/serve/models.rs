@@ -74,20 +74,36 @@ pub struct Shared<'a> {
 }
 
 impl Shared<'_> {
-    fn loader(
+    /// The loader of one of several models.
+    fn bounded(
         &self,
         config: Config,
         aliases: Vec<String>,
         is_pinned: bool,
     ) -> Result<Arc<ModelLoader>, Error> {
         let files = load::files(&config.model)?;
+        // The load may be hours away, so mistakes are found here.
+        let mut longest = arch::load(&files)?.0.max_position_embeddings;
+        if let Some(draft) = load::draft_files(&config)? {
+            longest = longest.min(arch::load(&draft)?.0.max_position_embeddings);
+        }
+        Ok(self.loader(config.with_bounded_context(longest), files, aliases, is_pinned))
+    }
+
+    fn loader(
+        &self,
+        config: Config,
+        files: ModelFiles,
+        aliases: Vec<String>,
+        is_pinned: bool,
+    ) -> Arc<ModelLoader> {
         let id = load::model_id(&files, &config);
         let any = config.server.any_model_name;
         let model = Arc::new(Model::new(ModelNames { id, aliases, any }).pinned(is_pinned));
         let observer = Observer::new(self.log_filter.clone());
         let of_model = observer.clone();
         model.set_load(move || of_model.loading());
-        Ok(Arc::new(ModelLoader {
+        Arc::new(ModelLoader {
             model,
             config,
             files,
@@ -96,21 +112,22 @@ impl Shared<'_> {
             observer,
             loads: self.loads.clone(),
             lease: self.lease.clone(),
-        }))
+        })
     }
 }
 
 /// The library of a server with this configuration, and the loaders of its models in their order.
 pub fn library(config: &Config, shared: &Shared<'_>) -> Result<(Library, Vec<Arc<ModelLoader>>), Error> {
     if !is_of_several(config) {
-        let loader = shared.loader(config.clone(), config.server.model_aliases.clone(), false)?;
+        let files = load::files(&config.model)?;
+        let loader = shared.loader(config.clone(), files, config.server.model_aliases.clone(), false);
         return Ok((Library::of_one(Arc::clone(&loader.model), config.server.any_model_name), vec![loader]));
     }
     let listed = several(config)?.into_iter();
-    let listed = listed.map(|(config, served)| shared.loader(config, served.aliases.clone(), served.pin));
+    let listed = listed.map(|(config, served)| shared.bounded(config, served.aliases.clone(), served.pin));
     let mut loaders = listed.collect::<Result<Vec<_>, _>>()?;
     if config.models.pulled {
-        add_pulled(config, shared, &mut loaders)?;
+        add_pulled(config, shared, &mut loaders);
     }
     if loaders.is_empty() {
         return Err(Error::Argument(
@@ -129,8 +146,7 @@ pub fn library(config: &Config, shared: &Shared<'_>) -> Result<(Library, Vec<Arc
         let of_library: Box<dyn Loader> = Box::new(Arc::clone(loader));
         (Arc::clone(&loader.model), of_library)
     });
-    let turns = Turns { queue: config.server.queue, ..Turns::default() };
-    Ok((Library::of_several(models, config.server.any_model_name, turns), loaders))
+    Ok((Library::of_several(models, config.server.any_model_name, Turns::default()), loaders))
 }
 
 /// Whether the configuration is of a server with several models.
@@ -139,13 +155,13 @@ pub fn is_of_several(config: &Config) -> bool {
 }
 
 /// Adds the pulled models that are not listed. Those that cannot be read are left out.
-fn add_pulled(
-    config: &Config,
-    shared: &Shared<'_>,
-    loaders: &mut Vec<Arc<ModelLoader>>,
-) -> Result<(), Error> {
+fn add_pulled(config: &Config, shared: &Shared<'_>, loaders: &mut Vec<Arc<ModelLoader>>) {
     for cache in models::caches(config) {
-        for pulled in cache.list()? {
+        let list = cache.list().unwrap_or_else(|error| {
+            tracing::warn!("the pulled models of {} are not served: {error}", cache.root().display());
+            Vec::new()
+        });
+        for pulled in list {
             let (name, path) = (pulled.name.to_string(), pulled.path.display().to_string());
             let is_listed = |loader: &Arc<ModelLoader>| {
                 loader.config.model.path.as_ref() == Some(&path) || loader.model.is_called(&name)
@@ -154,19 +170,13 @@ fn add_pulled(
                 continue;
             }
             let served = ServedModel { path, name: Some(name.clone()), ..ServedModel::default() };
-            let readable = || {
-                let loader =
-                    shared.loader(config.of_model(&served).map_err(Error::Argument)?, Vec::new(), false)?;
-                arch::load(&loader.files)?;
-                Ok::<_, Error>(loader)
-            };
-            match readable() {
+            let config = config.of_model(&served).map_err(Error::Argument);
+            match config.and_then(|config| shared.bounded(config, Vec::new(), false)) {
                 Ok(loader) => loaders.push(loader),
                 Err(error) => tracing::warn!("the pulled model {name} is not served: {error}"),
             }
         }
     }
-    Ok(())
 }
 
 /// The configuration of each of several models, with the path of a pulled model in place of its name.
@@ -175,8 +185,6 @@ fn several(config: &Config) -> Result<Vec<(Config, &ServedModel)>, Error> {
         let at = |problem| Error::Argument(format!("models.serve, number {}: {problem}", i + 1));
         let mut config = config.of_model(served).map_err(at)?;
         models::locate_served(&mut config)?;
-        // The load may be hours away, so a mistake in the path is found here.
-        drop(load::draft_files(&config)?);
         Ok((config, served))
     });
     each.collect()

@@ -104,7 +104,7 @@ impl Running {
             tls.renew(renewed);
         }
         self.server.set_access(access);
-        self.server.set_queue(config.server.queue);
+        self.server.library().set_queue(config.server.queue);
         self.courtesy.set(config.engine.courtesy);
         let filter = (self.reload.set_log)(&config);
         self.observers.iter().for_each(|observer| observer.set_log_filter(filter.clone()));
