@@ -239,7 +239,8 @@ fn models_swap_under_load_and_no_answer_is_wrong() {
                 if round % 40 == 20 {
                     server.signal("HUP");
                 }
-                if round % 100 == 50 && minutes.is_some() {
+                // An engine whose device is lost twice within a minute ends, so this is done less often.
+                if round % 900 == 450 && minutes.is_some() {
                     server.device_processes().first().into_iter().for_each(|pid| signal_process("KILL", pid));
                 }
                 std::thread::sleep(Duration::from_millis(100));
@@ -257,11 +258,12 @@ fn models_swap_under_load_and_no_answer_is_wrong() {
                     let (status, answer) = ask(server, name);
                     assert!(began.elapsed() < HANG, "{name} waited for {:?}", began.elapsed());
                     if status != 200 {
-                        // A process that is killed while it loads fails that load.
+                        // A process that is killed while it loads fails that load, and all who wait for it.
                         assert!(
                             minutes.is_some() && answer["error"]["code"] == "load_failed",
                             "{name}: {status} {answer}"
                         );
+                        std::thread::sleep(Duration::from_secs(1));
                         failed.fetch_add(1, Ordering::Relaxed);
                         continue;
                     }
