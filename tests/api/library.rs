@@ -194,11 +194,15 @@ async fn states(router: &Router) -> Vec<String> {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_model_is_loaded_for_its_first_request_and_the_longest_idle_one_leaves() {
     let app = app(&[("ant", HALF), ("bee", HALF), ("cat", HALF)], TURNS, &[]);
+    // All loads take as long, and each model is idle for clearly longer than the next one.
+    app.models.iter().for_each(|model| model.load_ms.store(100, Ordering::SeqCst));
+    let idle = || tokio::time::sleep(Duration::from_millis(500));
     assert_eq!(states(&app.router).await, ["unloaded", "unloaded", "unloaded"]);
     let (status, _, health) = send_json(&app.router, get("/health")).await;
     assert!(status == 200 && health["status"] == "unloaded", "{status} {health}");
 
     assert_eq!(text(&app.router, "a", "a").await, "ant");
+    idle().await;
     assert_eq!(text(&app.router, "alias-b", "b").await, "bee");
     assert_eq!(text(&app.router, "b:latest", "b").await, "bee");
     assert_eq!(states(&app.router).await, ["loaded", "loaded", "unloaded"]);
@@ -208,6 +212,8 @@ async fn a_model_is_loaded_for_its_first_request_and_the_longest_idle_one_leaves
         ["unloaded", "loaded", "loaded"],
         "`a` was idle for the longest time"
     );
+    idle().await;
+    assert_eq!(text(&app.router, "c", "c").await, "cat");
     // The engine of `a` loads it again.
     assert_eq!(text(&app.router, "a", "a").await, "ant");
     assert_eq!(states(&app.router).await, ["loaded", "unloaded", "loaded"]);
@@ -360,7 +366,7 @@ async fn a_model_answers_the_request_that_it_was_loaded_for_before_it_leaves() {
 #[tokio::test(flavor = "multi_thread")]
 async fn clients_that_leave_and_loads_that_panic_leave_nothing_behind() {
     let app = app(&[("ant", BUDGET), ("bee", BUDGET)], TURNS, &[]);
-    app.models[0].load_ms.store(200, Ordering::SeqCst);
+    app.models[0].load_ms.store(1000, Ordering::SeqCst);
     let router = app.router.clone();
     let asking = tokio::spawn(async move { ask(&router, "a").await });
     while app.models[0].loads.load(Ordering::SeqCst) == 0 {
@@ -387,7 +393,7 @@ async fn clients_that_leave_and_loads_that_panic_leave_nothing_behind() {
 async fn waiting_requests_are_bounded_and_failed_loads_are_not_repeated_at_once() {
     let turns = Turns { queue: 3, queue_of_one: 2, retry: Duration::from_secs(60), ..TURNS };
     let app = app(&[("ant", BUDGET), ("bee", BUDGET)], turns, &[]);
-    app.models[0].load_ms.store(300, Ordering::SeqCst);
+    app.models[0].load_ms.store(2000, Ordering::SeqCst);
     app.models[0].fails.store(true, Ordering::SeqCst);
     let asked: Vec<_> = (0..2)
         .map(|_| {

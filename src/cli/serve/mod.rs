@@ -281,6 +281,7 @@ pub fn check(options: &config::Server, addresses: &[SocketAddr]) -> Result<usize
 /// a pool; here that is an error, and in the middle of a request it would be a failed request.
 fn runtime() -> Result<Runtime, Error> {
     let build = || {
+        check_address_space()?;
         // If the system refuses another blocking thread, tokio waits for the one that exists.
         let runtime = tokio::runtime::Builder::new_multi_thread()
             .enable_all()
@@ -293,6 +294,19 @@ fn runtime() -> Result<Runtime, Error> {
     let built = std::panic::catch_unwind(build);
     let built = built.unwrap_or_else(|panic| Err(std::io::Error::other(panic_message(&*panic))));
     built.map_err(Error::Runtime)
+}
+
+/// Checks that the process may reserve as much memory as the threads of a server do. With less, any small allocation may
+/// fail, which ends the process without an error.
+fn check_address_space() -> std::io::Result<()> {
+    /// Each thread reserves 64 MiB for its allocations.
+    const LEAST_MIB: usize = 512;
+    Vec::<u8>::new().try_reserve_exact(LEAST_MIB << 20).map_err(|_| {
+        let problem = format!(
+            "this process may reserve less than {LEAST_MIB} MiB of memory (`ulimit -v`, MemoryMax=, vm.overcommit_memory)"
+        );
+        std::io::Error::new(std::io::ErrorKind::OutOfMemory, problem)
+    })
 }
 
 /// The options for connections. Raises the limit of open files if it is too low.
