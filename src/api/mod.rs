@@ -2,7 +2,7 @@
 //! session.
 //!
 //! The server answers before the model is loaded: `/v1/models` from the start and with the same id, `/health` with 503
-//! until [`Server::set_ready`], if there is one model. A request that it cannot answer as requested gets a typed error (`error`).
+//! until the model is loaded, if there is one. A request that it cannot answer as requested gets a typed error (`error`).
 //! Between requests it keeps only stored responses (`openai::responses`), which are limited in number and bytes, and which
 //! only their client can use. Prompts, answers and keys are not logged.
 //!

@@ -17,7 +17,6 @@ use crate::api::openai::responses::store::Responses as StoredResponses;
 use crate::api::wire::short;
 use crate::config::SharePrefixes;
 use crate::library::Library;
-use crate::session::Service;
 
 /// The maximum number of requests between their headers and the engine's queue. With the largest bodies they take half a
 /// GiB by default.
@@ -118,13 +117,6 @@ impl Server {
         &self.library
     }
 
-    /// Lets the server answer with the loaded model, its only one, and returns its service.
-    pub fn set_ready(&self, service: Service) -> Arc<Service> {
-        let service = self.library.first().set_ready(service);
-        self.library.fit_queue();
-        service
-    }
-
     /// Keeps the routes' OpenAPI document for [`Self::document`].
     pub(in crate::api) fn set_document(&self, document: OpenApi) {
         // All routers of one server have the same document.
@@ -164,15 +156,12 @@ impl Server {
         };
         let Some(asked) = asked else { return Ok(0) };
         let named = self.listed(asked).map(|(index, _)| index);
-        named.or_else(|| self.library.find(Some(asked))).ok_or_else(|| unknown(asked))
+        named.or(self.library.has_any_name().then_some(0)).ok_or_else(|| unknown(asked))
     }
 
     /// The number of the model that lists have under this name, and that name without the tag of Ollama's clients.
     pub(in crate::api) fn listed<'a>(&self, asked: &'a str) -> Option<(usize, &'a str)> {
-        [asked, untagged(asked)].into_iter().find_map(|name| {
-            let index = self.library.models().iter().position(|model| model.is_called(name))?;
-            Some((index, name))
-        })
+        [asked, untagged(asked)].into_iter().find_map(|name| Some((self.library.find(name)?, name)))
     }
 
     /// The name of Ollama's lists that answers to a request with this name repeat.

@@ -272,7 +272,7 @@ mod tests {
             absent(now, 60, 0),
         ];
         let decide = |budget| decide(&slots, 3, budget, TURNS, now);
-        assert_eq!(decide(140), Decision::Swap(vec![]), "it fits beside the others");
+        assert_eq!(decide(140), Decision::Swap(vec![]), "it fits with the others");
         assert_eq!(decide(130), Decision::Swap(vec![0]));
         assert_eq!(decide(110), Decision::Swap(vec![2]), "the first is cheap to lose, but not needed");
         assert_eq!(decide(100), Decision::Swap(vec![0, 2]));

@@ -72,7 +72,7 @@ pub enum LibraryError {
 /// All models that a server serves. The first one answers requests that name no model.
 pub struct Library {
     models: Vec<Arc<Model>>,
-    /// Whether a request may use any name. It is answered by the first model, unless the name is another model's.
+    /// [`Library::has_any_name`]
     any_name: bool,
     /// The length of the engines' queues; 0 = as they were started.
     queue: Arc<AtomicUsize>,
@@ -101,6 +101,20 @@ struct State {
     is_closed: bool,
     /// The number of waiting requests of each client.
     clients: HashMap<ClientId, usize>,
+}
+
+impl State {
+    /// The model is loaded, or why it is not. Models that did not leave, after a panic or an error, are still loaded.
+    fn end_swap(&mut self, index: usize, loaded: Result<(), String>) {
+        for slot in self.slots.iter_mut().filter(|slot| slot.state == SlotState::Leaving) {
+            slot.state = SlotState::Resident;
+        }
+        match loaded {
+            Ok(()) => self.slots[index].loaded(),
+            Err(problem) => self.slots[index].fail(problem),
+        }
+        self.is_swapping = false;
+    }
 }
 
 impl From<ModelNames> for Library {
@@ -167,11 +181,14 @@ impl Library {
         self.models.iter().filter_map(|model| Some(model.service()?.engine().clone())).collect()
     }
 
-    /// The number of the model with this name. `None` = no model has it. A request without a name means the first.
-    pub fn find(&self, name: Option<&str>) -> Option<usize> {
-        let Some(name) = name else { return Some(0) };
-        let found = self.models.iter().position(|model| model.is_called(name));
-        found.or_else(|| self.any_name.then_some(0))
+    /// The number of the model with this id or alias. `None` = no model has it.
+    pub fn find(&self, name: &str) -> Option<usize> {
+        self.models.iter().position(|model| model.is_called(name))
+    }
+
+    /// Whether a request may use any name. It is answered by the first model, unless the name is another model's.
+    pub fn has_any_name(&self) -> bool {
+        self.any_name
     }
 
     /// The loaded model, which stays loaded until the value is dropped. [`LibraryError::Unloaded`] = [`Self::admit`]
@@ -419,19 +436,16 @@ impl Swap {
             let panicked = |_| Err("internal error while loading (see the log)".to_owned());
             let swapped = std::panic::AssertUnwindSafe(|| this.swap(index, &leaving));
             let loaded = std::panic::catch_unwind(swapped).unwrap_or_else(panicked);
-            this.end_swap(index, &leaving, loaded);
+            if let Err(problem) = &loaded {
+                tracing::error!("{:?} cannot be loaded: {problem}", this.models[index].0.id());
+            }
+            this.lock().end_swap(index, loaded);
+            this.changed.notify_waiters();
         };
         if let Err(error) = std::thread::Builder::new().name("load".into()).spawn(swap) {
             let problem = format!("cannot start a thread: {error}");
             tracing::warn!("{problem}");
-            state.is_swapping = false;
-            // Nothing has been unloaded.
-            for i in 0..state.slots.len() {
-                if state.slots[i].state == SlotState::Leaving {
-                    state.slots[i].state = SlotState::Resident;
-                }
-            }
-            state.slots[index].fail(problem);
+            state.end_swap(index, Err(problem));
         }
     }
 
@@ -470,27 +484,6 @@ impl Swap {
         self.lock().slots[index].load_time = began.elapsed();
         tracing::info!("{:?} is loaded after {:.1} s", model.id(), began.elapsed().as_secs_f64());
         Ok(())
-    }
-
-    fn end_swap(&self, index: usize, leaving: &[usize], loaded: Result<(), String>) {
-        let mut state = self.lock();
-        // They have left, unless there was a panic.
-        for &i in leaving {
-            if state.slots[i].state == SlotState::Leaving {
-                state.slots[i].state = SlotState::Resident;
-            }
-        }
-        let slot = &mut state.slots[index];
-        match loaded {
-            Ok(()) => slot.loaded(),
-            Err(problem) => {
-                tracing::error!("{:?} cannot be loaded: {problem}", self.models[index].0.id());
-                slot.fail(problem);
-            }
-        }
-        state.is_swapping = false;
-        drop(state);
-        self.changed.notify_waiters();
     }
 }
 

@@ -376,7 +376,7 @@ async fn clients_that_leave_and_loads_that_panic_leave_nothing_behind() {
     asking.abort();
     assert!(asking.await.expect_err("it was aborted").is_cancelled());
     assert_eq!(app.server.library().waiting(0), 0);
-    // The load goes on, and the model can leave, because no request uses it.
+    // The load continues, and the model can leave, because no request uses it.
     assert_eq!(text(&app.router, "b", "b").await, "bee");
     assert_eq!(app.models[0].loads.load(Ordering::SeqCst), 1);
 

@@ -119,7 +119,14 @@ fn loaded_as(
     let engine = Engine::start(runner, EngineConfig { queue, ..EngineConfig::default() });
     let calls = CallFormat::of(&template, &tokenizer);
     server.library().first().set_card(card(&tokenizer, &template));
-    server.set_ready(Service::new(engine.clone(), tokenizer, template, calls, defaults, stops));
+    server.library().first().set_ready(Service::new(
+        engine.clone(),
+        tokenizer,
+        template,
+        calls,
+        defaults,
+        stops,
+    ));
     App { router: api::router(Arc::clone(&server)), server, engine, control }
 }
 

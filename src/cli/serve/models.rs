@@ -12,6 +12,7 @@ use crate::checkpoint::ModelFiles;
 use crate::cli::doctor::Machine;
 use crate::cli::energy::Meter;
 use crate::cli::error::Error;
+use crate::cli::load::Texts;
 use crate::cli::{load, models, plan};
 use crate::config::{Config, ServedModel};
 use crate::device::{DeviceFactory, Observer};
@@ -207,11 +208,18 @@ pub fn check(config: &Config) -> Result<String, Error> {
 impl ModelLoader {
     /// Reads what lists of models say about the files.
     pub fn read_card(&self) -> Result<(), Error> {
+        self.texts().map(drop)
+    }
+
+    /// Reads the small files. The first call also sets what lists of models say.
+    fn texts(&self) -> Result<Texts, Error> {
         let (spec, generation) = arch::load(&self.files)?;
         let parser = self.config.model.tool_call_parser.as_deref();
         let texts = load::texts(&self.files, spec, &generation, parser)?;
-        self.model.set_card(card::card(&self.files, &texts)?);
-        Ok(())
+        if self.model.card().is_none() {
+            self.model.set_card(card::card(&self.files, &texts)?);
+        }
+        Ok(texts)
     }
 
     /// Loads the model in a device process, and starts its engine.
@@ -223,11 +231,8 @@ impl ModelLoader {
     }
 
     fn start_unless(&self, cancelled: &Arc<AtomicBool>) -> Result<Loaded, Error> {
-        let Self { model, config, files, machine, courtesy, observer, .. } = self;
-        let (model_config, generation) = arch::load(files)?;
-        let parser = config.model.tool_call_parser.as_deref();
-        let texts = load::texts(files, model_config, &generation, parser)?;
-        model.set_card(card::card(files, &texts)?);
+        let Self { config, files, machine, courtesy, observer, .. } = self;
+        let texts = self.texts()?;
         let draft_files = load::draft_files(config)?;
         if let Some(draft) = &draft_files {
             let (draft_config, _) = arch::load(draft)?;
