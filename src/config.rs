@@ -81,6 +81,8 @@ pub enum LogFormat {
 pub struct Server {
     pub host: String,
     pub port: u16,
+    /// A second port. `None` = there is none.
+    pub ollama_port: Option<u16>,
     /// Maximum number of waiting requests.
     pub queue: usize,
     /// Maximum number of requests of one client in progress.
@@ -159,7 +161,15 @@ pub struct ServedModel {
     pub tokenizer: Option<String>,
     pub chat_template: Option<String>,
     pub tool_call_parser: Option<String>,
+    /// Variables that the chat template gets from requests that do not set them, such as `enable_thinking`.
+    pub template_kwargs: Table,
     pub draft: Option<String>,
+    /// The sampling of requests that do not set it, in place of the model's own.
+    pub temperature: Option<f32>,
+    pub top_p: Option<f32>,
+    pub top_k: Option<u32>,
+    pub min_p: Option<f32>,
+    pub repetition_penalty: Option<f32>,
     /// (`model`)
     pub quantize: Option<String>,
     /// (`model`)
@@ -502,6 +512,17 @@ impl Config {
 
     /// The options of one of several models, which has the rest of its options from this configuration.
     pub fn of_model(&self, model: &ServedModel) -> Result<Self, String> {
+        let within = [
+            ("temperature", model.temperature, 0.0..=2.0),
+            ("top_p", model.top_p, 0.0..=1.0),
+            ("min_p", model.min_p, 0.0..=1.0),
+            ("repetition_penalty", model.repetition_penalty, 0.01..=10.0),
+        ];
+        for (option, value, range) in within {
+            if let Some(value) = value.filter(|value| !range.contains(value)) {
+                return Err(format!("{option}: expected {} to {}, got {value}", range.start(), range.end()));
+            }
+        }
         let mut options = self.options.clone();
         let text = |option: &Option<String>| Value::from(option.clone().unwrap_or_default());
         // These belong to one model, so that of the section `model` is not taken.
@@ -536,6 +557,16 @@ impl Config {
         }
         options["models"]["serve"] = Value::Array(Vec::new());
         Self::read(&options)
+    }
+
+    /// These options with the list of models of `other`.
+    pub fn with_list_of(&self, other: &Self) -> Self {
+        let mut config = self.clone();
+        config.models = Models { dir: self.models.dir.clone(), ..other.models.clone() };
+        for option in ["serve", "pulled"] {
+            config.options["models"][option] = other.options["models"][option].clone();
+        }
+        config
     }
 
     /// The options of one of several models, whose files allow at most `longest` tokens of context.

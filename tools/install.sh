@@ -52,8 +52,8 @@ else
     # A file with commented-out options gets the defaults of later versions.
     mkdir -p "$(dirname "$config")"
     sed 's/^\([a-z0-9_]* = \)/#\1/' "$here/config/default.toml" >"$config.new"
-    # The service may write here, as `unicorn pull` requires.
-    sed 's|^#dir = ""|dir = "/var/lib/unicorn/models"|' "$config.new" >"$config"
+    # The service may write here. It serves what is pulled, and pulls for its clients and for `unicorn pull`.
+    sed -e 's|^#dir = ""|dir = "/var/lib/unicorn/models"|' -e 's|^#pulled = false|pulled = true|' "$config.new" >"$config"
     rm "$config.new"
     chmod 644 "$config"
 fi

@@ -10,7 +10,7 @@ use serde::Serialize;
 use utoipa::ToSchema;
 
 use crate::engine::{EngineError, SubmitError};
-use crate::library::LibraryError;
+use crate::library::{LibraryError, StoreError};
 use crate::session::SessionError;
 use crate::text::visible;
 
@@ -70,10 +70,17 @@ pub enum ApiError {
     #[error("the body is encoded as {0:?}: send it uncompressed, without Content-Encoding")]
     BodyEncoded(String),
     #[error(
-        "{asked:?} is not served, and this server downloads no models: `unicorn pull ORG/NAME` does, and `models.serve` in \
-         the configuration serves the model"
+        "{asked:?} is not served, and this server downloads no models: `unicorn pull ORG/NAME` does, and with \
+         models.pulled = true in the configuration the server downloads and serves models itself"
     )]
     NotPulled { asked: String },
+    /// Models are pulled and deleted only for clients that may do so.
+    #[error(
+        "models are pulled and deleted only with an API key, or from this machine by a program that is not a web page"
+    )]
+    NotTrusted,
+    #[error(transparent)]
+    Store(#[from] StoreError),
     /// A route of another server whose work this server leaves to others. `why` also says what does it.
     #[error("{path} is not implemented: {why}")]
     NotImplemented { path: String, why: &'static str },
@@ -348,6 +355,12 @@ impl ApiError {
             Self::BodyEncoded(_) => error(415, "body_encoded"),
             Self::NoRoute { .. } => error(404, "not_found"),
             Self::NotPulled { .. } => Wire { status: 404, ..field("model", "model_not_found") },
+            Self::NotTrusted => error(403, "not_trusted"),
+            Self::Store(StoreError::Invalid(_)) => field("model", "invalid_value"),
+            Self::Store(StoreError::NotFound(_)) => Wire { status: 404, ..field("model", "model_not_found") },
+            Self::Store(StoreError::Conflict(_)) => error(409, "conflict"),
+            Self::Store(StoreError::Busy(_)) => retry(503, "pulls_full", RETRY_LOADING_S),
+            Self::Store(StoreError::Failed(_)) => error(502, "pull_failed"),
             Self::NotImplemented { .. } => error(501, "not_implemented"),
             Self::Method { .. } => error(405, "method_not_allowed"),
             Self::NoKey | Self::WrongKey => error(401, "invalid_api_key"),
@@ -366,6 +379,7 @@ impl ApiError {
             Self::Engine(EngineError::SlowReader) => error(408, "not_read"),
             Self::Library(LibraryError::NoRoom { .. }) => retry(503, "no_room", RETRY_LOADING_S),
             Self::Library(LibraryError::Failed { .. }) => error(503, "load_failed"),
+            Self::Library(LibraryError::Gone(_)) => Wire { status: 404, ..field("model", "model_not_found") },
             Self::Library(LibraryError::QueueFull { .. }) => retry(429, "queue_full", RETRY_QUEUE_S),
             Self::Library(LibraryError::Unloaded(_)) => retry(503, "model_loading", RETRY_LOADING_S),
             Self::Library(LibraryError::ShuttingDown) => retry(503, "shutting_down", RETRY_LOADING_S),

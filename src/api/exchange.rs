@@ -6,7 +6,7 @@ use std::convert::Infallible;
 use std::future::poll_fn;
 use std::ops::Deref;
 use std::panic::AssertUnwindSafe;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 use std::task::Poll;
 use std::time::Duration;
 
@@ -19,7 +19,9 @@ use axum::response::sse::{self, KeepAlive, Sse};
 use axum::response::{IntoResponse, Response};
 use futures::{Stream, StreamExt};
 use serde::Serialize;
+use tokio::sync::oneshot;
 use tokio::time::{Instant, timeout, timeout_at};
+use tracing::Instrument as _;
 use utoipa::ToSchema;
 
 use crate::api::cache_salt::salt_of;
@@ -33,7 +35,7 @@ use crate::api::server::{Options, Server};
 use crate::api::tasks::{Purpose, PurposeHeaders};
 use crate::api::wire::reply::replies;
 use crate::engine::{ClientId, Event, Joules, Request, Timings, TokenStream};
-use crate::library::{InUse, LibraryError};
+use crate::library::{InUse, LibraryError, Model, Stage};
 use crate::session::{AnswerText, Delta, GenerateRequest, Reason, Service, SessionError};
 
 /// The maximum time for a whole body. For 8 MiB that is 70 KB/s, which an uplink of 0.6 Mbit/s reaches. Many clients may
@@ -54,6 +56,8 @@ pub(in crate::api) struct Client {
     pub connection: Option<Connection>,
     /// When the request's head was complete.
     pub arrived: std::time::Instant,
+    /// Whether it may pull and delete models: it has a key, or it is a program on this machine and no web page.
+    pub is_trusted: bool,
 }
 
 impl<S: Sync> FromRequestParts<S> for Client {
@@ -178,33 +182,146 @@ pub(in crate::api) trait Format: Sized + Send + 'static {
         Vec::new()
     }
 
-    /// Returns what makes the last events of a stream that an error ends.
-    fn on_error(&self, reply: &Reply) -> impl FnOnce(&ApiError) -> Vec<Self::Event> + Send + 'static;
+    /// Whether a stream begins while its model is loaded, with comments that report the load.
+    const HAS_COMMENTS: bool;
 
-    /// Sends the events of a stream: [`server_sent`] or [`lines`].
-    fn send(server: &Server, events: impl Stream<Item = Self::Event> + Send + 'static) -> Response;
+    /// Returns what makes the last events of a stream that an error ends.
+    fn on_error(form: &Self::Form, head: Head) -> Failed<Self>;
+
+    /// Sends a stream: [`server_sent`] or [`lines`]. The comments come before the events.
+    fn send(
+        server: &Server,
+        comments: impl Stream<Item = String> + Send + 'static,
+        events: impl Stream<Item = Self::Event> + Send + 'static,
+    ) -> Response;
 }
+
+/// Makes the last events of a stream that an error ends.
+pub(in crate::api) type Failed<F> = Box<dyn FnOnce(&ApiError) -> Vec<<F as Format>::Event> + Send>;
 
 /// Answers a request in a wire format: reads the body, makes prompts of it, submits them to the engine, and writes the
 /// answers. Errors come in the order of what finding them needs: the body, then the model's name, then the loaded model.
 /// If the client disconnects, the future is dropped, and with it the engine's streams, which cancels the request.
+///
+/// A stream whose model is being loaded begins at once, in a format with comments. Later errors are events of the stream.
 pub(in crate::api) async fn answer<F: Format>(
     server: &Arc<Server>,
-    Caller { client, headers }: Caller,
+    caller: Caller,
     body: Body,
 ) -> Result<Response, ApiError> {
+    let awaited = Arc::<Awaited<F>>::default();
+    let span = tracing::Span::current();
+    let mut started = Box::pin(start::<F>(Arc::clone(server), caller, body, Arc::clone(&awaited)).instrument(span));
+    let loading = tokio::select! {
+        biased;
+        started = &mut started => {
+            let Started { reply, answers, format, stream, failed } = started?;
+            return Ok(match stream {
+                true => {
+                    let pieces = pieces(server.options.event_interval, reply, answers, format);
+                    F::send(server, futures::stream::empty(), until_error(pieces, failed))
+                }
+                false => Json(collect(reply, answers, format).await?).into_response(),
+            });
+        }
+        loading = awaited.stream_while_loading(server), if F::HAS_COMMENTS => loading,
+    };
+    let (send, begun) = oneshot::channel();
+    let (model, failed) = loading;
+    let interval = server.options.keep_alive;
+    let comments = async_stream::stream! {
+        loop {
+            yield format!("loading {:?}: {}", model.id(), model.loading().unwrap_or_else(|| "waiting".into()));
+            if let Ok(started) = timeout(interval, &mut started).await {
+                drop(send.send(started));
+                return;
+            }
+        }
+    };
+    let interval = server.options.event_interval;
+    let events = async_stream::try_stream! {
+        let begun = begun.await.unwrap_or_else(|_| Err(ApiError::Bug("a stream lost its load".into())));
+        let Started { reply, answers, format, .. } = begun?;
+        let mut pieces = std::pin::pin!(pieces(interval, reply, answers, format));
+        while let Some(piece) = pieces.next().await {
+            yield piece?;
+        }
+    };
+    Ok(F::send(server, comments, until_error(events, failed)))
+}
+
+/// The request that waits for its model, if it does.
+struct Awaited<F: Format> {
+    /// The number of the model, and what an error would become, if the request is streamed.
+    stream: Mutex<Option<(usize, Failed<F>)>>,
+}
+
+impl<F: Format> Default for Awaited<F> {
+    fn default() -> Self {
+        Self { stream: Mutex::default() }
+    }
+}
+
+impl<F: Format> Awaited<F> {
+    /// Waits until a stream waits for a model that is being loaded, so that the server no longer refuses it for lack of
+    /// memory.
+    async fn stream_while_loading(&self, server: &Server) -> (Arc<Model>, Failed<F>) {
+        const LOOK_EVERY: Duration = Duration::from_millis(50);
+        loop {
+            tokio::time::sleep(LOOK_EVERY).await;
+            let mut stream = self.stream.lock().expect("nothing panics under this lock");
+            let is_loading = |&mut (index, _): &mut (usize, _)| server.library().stage(index) == Stage::Loading;
+            if let Some((index, failed)) = stream.take_if(is_loading) {
+                return (server.library().model(index), failed);
+            }
+        }
+    }
+}
+
+/// A request that the engine has.
+struct Started<F: Format> {
+    reply: Reply,
+    answers: Answers,
+    format: F,
+    stream: bool,
+    failed: Failed<F>,
+}
+
+/// Prepares a request, and submits it to the engine.
+async fn start<F: Format>(
+    server: Arc<Server>,
+    Caller { client, headers }: Caller,
+    body: Body,
+    awaited: Arc<Awaited<F>>,
+) -> Result<Started<F>, ApiError> {
+    let server = &server;
     let id = client.id;
+    let (reply_id, created) = (new_id(F::ID_PREFIX), unix_time_s());
+    let head = move |model: &Model| Head {
+        id: reply_id.clone(),
+        created,
+        model: model.id().to_owned(),
+        system_fingerprint: FINGERPRINT,
+    };
     let prepared = process_body(server, &client, body, move |server, body| {
         let Parsed { model, request, stream, cache_salt, form } = F::parse(server, id, body)?;
         let service = match F::is_unload(&form) {
-            true => server.known(model.as_deref())?,
-            false => server.service_for(model.as_deref())?,
+            true => server.known(model.as_deref()),
+            false => server.service_for(model.as_deref()),
         };
+        if let (Err(ApiError::Library(LibraryError::Unloaded(index))), true) = (&service, stream) {
+            let failed = F::on_error(&form, head(&server.library().model(*index)));
+            *awaited.stream.lock().expect("nothing panics under this lock") = Some((*index, failed));
+        }
+        let service = service?;
+        let head = head(service.model());
+        let failed = F::on_error(&form, head.clone());
         let (prompts, format) =
             F::prepare(form, &service, &request).map_err(|error| error.in_prompt(F::PROMPT))?;
-        Ok((service, prompts, format, stream, headers.purpose(&request.messages, stream), cache_salt))
+        let purpose = headers.purpose(&request.messages, stream);
+        Ok((service, head, prompts, format, stream, failed, purpose, cache_salt))
     });
-    let (arriving, (service, prompts, format, stream, purpose, cache_salt)) = prepared.await?;
+    let (arriving, (service, head, prompts, format, stream, failed, purpose, cache_salt)) = prepared.await?;
     tracing::debug!(class = purpose.class(), task = purpose.task, "prepared");
     let seed = prompts.first().map_or(0, |(engine, _)| engine.seed);
     let salt = salt_of(server, client.id, cache_salt.as_deref());
@@ -220,17 +337,8 @@ pub(in crate::api) async fn answer<F: Format>(
     server.metrics.taken(purpose);
     drop(arriving); // from here on, the engine's queue is the limit
     format.ready(&service).await?;
-    let head = Head {
-        id: new_id(F::ID_PREFIX),
-        created: unix_time_s(),
-        model: service.model().id().to_owned(),
-        system_fingerprint: FINGERPRINT,
-    };
     let reply = Reply { head, count: answers.count(), service, seed, span: tracing::Span::current() };
-    match stream {
-        true => Ok(stream_reply(server, reply, answers, format)),
-        false => Ok(Json(collect(reply, answers, format).await?).into_response()),
-    }
+    Ok(Started { reply, answers, format, stream, failed })
 }
 
 /// Collects all answers, and writes them as one object.
@@ -247,11 +355,14 @@ async fn collect<F: Format>(reply: Reply, mut answers: Answers, format: F) -> Re
     format.whole(&reply, all, &timings)
 }
 
-/// Writes the answers as a stream of events.
-fn stream_reply<F: Format>(server: &Server, reply: Reply, mut answers: Answers, mut format: F) -> Response {
-    let failed = format.on_error(&reply);
-    let interval = server.options.event_interval;
-    let events = async_stream::try_stream! {
+/// The answers as events of a stream. During a silence, an event that says nothing new comes after each `interval`.
+fn pieces<F: Format>(
+    interval: Duration,
+    reply: Reply,
+    mut answers: Answers,
+    mut format: F,
+) -> impl Stream<Item = Result<F::Event, ApiError>> + Send + 'static {
+    async_stream::try_stream! {
         for event in format.begin(&reply) {
             yield event;
         }
@@ -283,8 +394,7 @@ fn stream_reply<F: Format>(server: &Server, reply: Reply, mut answers: Answers, 
         for event in format.end(&reply) {
             yield event;
         }
-    };
-    F::send(server, until_error(events, failed))
+    }
 }
 
 /// Reads a body, and counts the tokens of its conversation. `parse` returns the model's name and the conversation.
@@ -364,7 +474,7 @@ impl Preparing<'_> {
     pub fn service_for(&self, model: Option<&str>) -> Result<InUse, ApiError> {
         let library = self.server.library();
         let index = self.server.served(model)?;
-        let is_asked = |in_use: &mut InUse| Arc::ptr_eq(in_use.model(), &library.models()[index]);
+        let is_asked = |in_use: &mut InUse| Arc::ptr_eq(in_use.model(), &library.model(index));
         let service = match self.admitted.borrow_mut().take_if(is_asked) {
             Some(admitted) => admitted,
             None => library.in_use(index).ok_or(ApiError::Loading)??,
@@ -375,7 +485,7 @@ impl Preparing<'_> {
 
     /// Like [`Self::service_for`], but a model that was loaded once may be unloaded now.
     pub fn known(&self, model: Option<&str>) -> Result<InUse, ApiError> {
-        let known = self.server.library().models()[self.server.served(model)?].known();
+        let known = self.server.library().model(self.server.served(model)?).known();
         known.map_or_else(|| self.service_for(model), Ok)
     }
 }
@@ -479,12 +589,14 @@ pub(in crate::api) fn until_error<T: Send + 'static>(
     }
 }
 
-/// A reply of server-sent events, with comments while there is no event.
+/// A reply of server-sent events after these comments, with empty comments while there is no event.
 pub(in crate::api) fn server_sent(
     server: &Server,
+    comments: impl Stream<Item = String> + Send + 'static,
     events: impl Stream<Item = sse::Event> + Send + 'static,
 ) -> Response {
     let keep_alive = KeepAlive::new().interval(server.options.keep_alive);
+    let events = comments.map(|text| sse::Event::default().comment(text)).chain(events);
     Sse::new(events.map(Ok::<_, Infallible>)).keep_alive(keep_alive).into_response()
 }
 
@@ -820,8 +932,6 @@ impl TimingsReport {
 
 #[cfg(test)]
 pub(in crate::api) mod tests {
-    use std::sync::Mutex;
-
     use super::*;
     use crate::api::http::auth::AccessPolicy;
 

@@ -85,7 +85,7 @@ post_route! {
             server.served(wire::named(model).as_deref())
         });
         let (_, index) = read.await?;
-        let service = server.library().models()[index].service();
+        let service = server.library().model(index).service();
         match service {
             Some(service) => service.engine().unload()?,
             // A model of several that was never loaded is unloaded.

@@ -146,10 +146,12 @@ fn routes() -> OpenApiRouter<Arc<Server>> {
         .routes(routes!(ollama::embed::embed))
         .routes(routes!(ollama::embed::embeddings))
         .routes(routes!(ollama::models::version))
+        .routes(routes!(ollama::models::status))
         .routes(routes!(ollama::models::tags))
         .routes(routes!(ollama::models::running))
         .routes(routes!(ollama::models::show))
-        .routes(routes!(ollama::models::pull))
+        .routes(routes!(ollama::store::pull))
+        .routes(routes!(ollama::store::delete))
         .routes(routes!(health::health))
         .routes(routes!(health::live))
         .routes(routes!(status::status))
@@ -172,7 +174,7 @@ fn without_v1() -> Router<Arc<Server>> {
 /// Serves until `shutdown` resolves, and then refuses new requests. Requests in progress have the time that it resolved to.
 /// After that time, unfinished requests fail, and the call returns within a few seconds.
 pub async fn serve(
-    listener: TcpListener,
+    listeners: Vec<TcpListener>,
     server: Arc<Server>,
     connections: Connections,
     shutdown: impl Future<Output = Duration> + Send + 'static,
@@ -188,7 +190,7 @@ pub async fn serve(
         let _ = begin.send(grace);
     };
     let serving =
-        http::listen::listen(listener, router(Arc::clone(&server)), connections, &server.connections, stop);
+        http::listen::listen(listeners, router(Arc::clone(&server)), connections, &server.connections, stop);
     let bound = async {
         let Ok(grace) = begun.await else {
             return std::future::pending().await; // serving itself ended

@@ -100,11 +100,10 @@ const ELSEWHERE: [(&[&str], &str); 23] = [
 ];
 
 /// Routes of Ollama that change models, each with why this server does not have it.
-const NOT_IMPLEMENTED: [(&str, &str); 5] = [
+const NOT_IMPLEMENTED: [(&str, &str); 4] = [
     ("/api/create", "models are made elsewhere, and `unicorn quantize` changes how their weights are stored"),
     ("/api/push", "this server uploads nothing: the tools of the hub do"),
     ("/api/copy", "`aliases` of models.serve and server.model_aliases give a model another name"),
-    ("/api/delete", "`unicorn models rm` removes a pulled model"),
     ("/api/blobs/", "models are read from files, and are not uploaded"),
 ];
 

@@ -147,16 +147,19 @@ impl Server {
     /// The number of the model that `asked` names, or of the first model if the request names none. Names may have the tag
     /// that Ollama's clients add.
     pub(in crate::api) fn served(&self, asked: Option<&str>) -> Result<usize, ApiError> {
-        let unknown = |asked: &str| {
-            const SHOWN: usize = 8;
-            let models = self.library.models();
-            let more = if models.len() > SHOWN { " and more (GET /v1/models)" } else { "" };
-            let shown: Vec<&str> = models.iter().take(SHOWN).map(|model| model.id()).collect();
-            ApiError::UnknownModel { asked: short(asked), served: shown.join(", ") + more }
-        };
-        let Some(asked) = asked else { return Ok(0) };
+        let first = || self.library.first().0;
+        let Some(asked) = asked else { return Ok(first()) };
         let named = self.listed(asked).map(|(index, _)| index);
-        named.or(self.library.has_any_name().then_some(0)).ok_or_else(|| unknown(asked))
+        named.or_else(|| self.library.has_any_name().then(first)).ok_or_else(|| self.unknown(asked))
+    }
+
+    /// The error for a name that no model has.
+    pub(in crate::api) fn unknown(&self, asked: &str) -> ApiError {
+        const SHOWN: usize = 8;
+        let models = self.library.models();
+        let more = if models.len() > SHOWN { " and more (GET /v1/models)" } else { "" };
+        let shown: Vec<&str> = models.iter().take(SHOWN).map(|(_, model)| model.id()).collect();
+        ApiError::UnknownModel { asked: short(asked), served: shown.join(", ") + more }
     }
 
     /// The number of the model that lists have under this name, and that name without the tag of Ollama's clients.
@@ -167,6 +170,6 @@ impl Server {
     /// The name of Ollama's lists that answers to a request with this name repeat.
     pub(in crate::api) fn tagged_name(&self, asked: Option<&str>) -> String {
         let is_listed = |asked: &&str| self.listed(asked).is_some();
-        asked.filter(is_listed).map_or_else(|| tagged(self.library.first().id()), str::to_owned)
+        asked.filter(is_listed).map_or_else(|| tagged(self.library.first().1.id()), str::to_owned)
     }
 }

@@ -119,7 +119,7 @@ pub struct FitOptions {
     #[command(flatten)]
     pub files: FileOptions,
     /// Maximum number of tokens of a prompt and its answer together
-    #[arg(long, id = "engine.context", value_name = "TOKENS")]
+    #[arg(long, short = 'c', id = "engine.context", value_name = "TOKENS")]
     pub context: Option<u32>,
     #[command(flatten)]
     pub kv: KvOption,
@@ -162,7 +162,20 @@ pub enum Command {
     Bench(Box<Bench>),
     /// Pull a model from the Hugging Face hub, or resume an interrupted pull
     Pull(Pull),
-    /// List or remove pulled models
+    /// Talk to a model: of a running server, or else loaded by this command; pulls it if needed
+    Run(Run),
+    /// List the models of a running server with their states, or else the pulled models
+    #[command(visible_alias = "ls")]
+    List(List),
+    /// List the loaded models of a running server
+    Ps(Ps),
+    /// Describe a model of a running server, or else a pulled model
+    Show(Show),
+    /// Unload a model of a running server
+    Stop(Stop),
+    /// Remove a pulled model, in a running server or else on this disk
+    Rm(Rm),
+    /// List or remove pulled models on this disk
     #[command(subcommand)]
     Models(Models),
     /// Build the kernels for the NPU of a Ryzen AI processor, or list them
@@ -199,7 +212,7 @@ pub enum ConfigCommand {
 pub struct ModelOptions {
     /// Folder of a checkpoint, a GGUF file, or the name of a pulled model [default: the demo model in this
     /// binary]
-    #[arg(long, id = "model.path", value_name = "FOLDER|FILE|ORG/NAME")]
+    #[arg(long, short = 'm', id = "model.path", value_name = "FOLDER|FILE|ORG/NAME")]
     pub model: Option<String>,
     #[command(flatten)]
     pub quantize: QuantizeOption,
@@ -284,7 +297,7 @@ pub struct Generate {
     #[command(flatten)]
     pub template: TemplateOption,
     /// The prompt to answer
-    #[arg(long, value_name = "TEXT")]
+    #[arg(long, short, value_name = "TEXT")]
     pub prompt: String,
     #[command(flatten)]
     pub sampling: Sampling,
@@ -791,12 +804,121 @@ pub struct BenchServe {
     pub common: Common,
 }
 
+/// The running server that a command asks.
+#[derive(Debug, Clone, Args)]
+pub struct RunningServer {
+    /// Address of the server, such as http://192.168.0.7:8010 [default: server.host and server.port]. Its API key is read
+    /// from UNICORN_API_KEY
+    #[arg(long, value_name = "URL")]
+    pub url: Option<String>,
+}
+
+#[derive(Debug, Args)]
+pub struct Run {
+    /// A model that the server lists, a model of the hub (ORG/NAME:FILE), one of the short names, a folder or a file
+    pub model: String,
+    /// The prompt to answer. Without one, a conversation begins. Text from a pipe is added to it
+    pub prompt: Vec<String>,
+    #[command(flatten)]
+    pub sampling: Sampling,
+    /// Do not read or write the history of typed lines
+    #[arg(long)]
+    pub no_history: bool,
+    /// Load the model in this command, also if a server runs
+    #[arg(long)]
+    pub here: bool,
+    /// Pull a missing model without asking
+    #[arg(long, short)]
+    pub yes: bool,
+    #[command(flatten)]
+    pub server: RunningServer,
+    /// Maximum number of tokens of a prompt and its answer together, if this command loads the model
+    #[arg(long, short = 'c', id = "engine.context", value_name = "TOKENS")]
+    pub context: Option<u32>,
+    #[command(flatten)]
+    pub device: DeviceOptions,
+    #[command(flatten)]
+    pub models_dir: ModelsDirOption,
+    #[command(flatten)]
+    pub common: Common,
+}
+
+#[derive(Debug, Args)]
+pub struct List {
+    /// Print one JSON array
+    #[arg(long)]
+    pub json: bool,
+    #[command(flatten)]
+    pub server: RunningServer,
+    #[command(flatten)]
+    pub models_dir: ModelsDirOption,
+    #[command(flatten)]
+    pub common: Common,
+}
+
+#[derive(Debug, Args)]
+pub struct Ps {
+    /// Print one JSON array
+    #[arg(long)]
+    pub json: bool,
+    #[command(flatten)]
+    pub server: RunningServer,
+    #[command(flatten)]
+    pub common: Common,
+}
+
+#[derive(Debug, Args)]
+pub struct Show {
+    /// A model that `unicorn list` lists
+    pub model: String,
+    /// Print one JSON object
+    #[arg(long)]
+    pub json: bool,
+    #[command(flatten)]
+    pub server: RunningServer,
+    #[command(flatten)]
+    pub models_dir: ModelsDirOption,
+    #[command(flatten)]
+    pub common: Common,
+}
+
+#[derive(Debug, Args)]
+pub struct Stop {
+    /// A model that `unicorn ps` lists
+    pub model: String,
+    #[command(flatten)]
+    pub server: RunningServer,
+    #[command(flatten)]
+    pub common: Common,
+}
+
+#[derive(Debug, Args)]
+pub struct Rm {
+    /// A model that `unicorn list` lists
+    pub model: String,
+    /// Do not ask for confirmation
+    #[arg(long, short)]
+    pub yes: bool,
+    #[command(flatten)]
+    pub server: RunningServer,
+    #[command(flatten)]
+    pub models_dir: ModelsDirOption,
+    #[command(flatten)]
+    pub common: Common,
+}
+
 #[derive(Debug, Args)]
 pub struct Pull {
     /// The repository, with safetensors and config.json, or with GGUF files. The file name or the quantization (`Q4_0`)
-    /// selects one of several GGUF files
-    #[arg(value_name = "ORG/NAME[@REVISION][:FILE]")]
+    /// selects one of several GGUF files. Some models have short names, which docs/operations.md
+    /// lists
+    #[arg(value_name = "ORG/NAME[@REVISION][:FILE]", value_parser = super::names::read_name)]
     pub name: ModelName,
+    /// Pull into this user's folder. Without it, a running server that serves pulled models pulls into its own folder
+    #[arg(long)]
+    pub user: bool,
+    #[command(flatten)]
+    pub server: RunningServer,
     #[command(flatten)]
     pub models_dir: ModelsDirOption,
     #[command(flatten)]

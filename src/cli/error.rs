@@ -51,6 +51,9 @@ pub enum Error {
     TooManyReloads(usize),
     #[error("cannot write to standard output: {0}")]
     Output(std::io::Error),
+    /// A running server that a command asks.
+    #[error("the server at {url}: {problem}")]
+    Remote { url: String, status: Option<u16>, problem: String },
     #[error("terminal input failed: {0}")]
     Terminal(rustyline::error::ReadlineError),
     #[error(transparent)]
@@ -157,6 +160,7 @@ impl Error {
             | Self::TooManyReloads(_)
             | Self::Output(_)
             | Self::Channel(_)
+            | Self::Remote { .. }
             | Self::Terminal(_)
             | Self::Tool { .. }
             | Self::DoctorProblems(_) => SYSTEM,

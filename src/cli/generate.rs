@@ -1,6 +1,7 @@
 //! `unicorn generate`: prints one answer to the terminal. `unicorn chat` uses it for its answers too.
 
 use std::io::{IsTerminal, Write};
+use std::time::Duration;
 
 use futures::StreamExt;
 
@@ -12,16 +13,16 @@ use super::progress::{self, Spinner};
 use super::terminal::{dim, has_colors, print};
 use crate::config::Config;
 use crate::engine::Timings;
-use crate::session::{Delta, GenerateRequest, Reason, Service};
+use crate::session::{GenerateRequest, Reason, Service};
 use crate::text::{Message, StopMatcher};
 
-/// Prints the answer to `args.prompt` while it is generated.
-pub fn generate(config: &Config, args: args::Generate) -> Result<(), Error> {
-    let mut request = request(&args.sampling)?;
+/// Prints the answer to a prompt while it is generated.
+pub fn generate(config: &Config, sampling: &args::Sampling, prompt: &str) -> Result<(), Error> {
+    let mut request = request(sampling)?;
     let files = load::files(&config.model)?;
     let service = load::service(&files, config)?;
     let _end = EndEngine(service.engine().clone());
-    request.messages.push(Message::new("user", &args.prompt));
+    request.messages.push(Message::new("user", prompt));
     // Ctrl-C ends the program, as usual.
     runtime()?.block_on(answer(&service, &request, std::future::pending())).map(drop)
 }
@@ -71,27 +72,28 @@ pub async fn answer(
                 return Err(error.into());
             }
         };
-        is_thinking = show_thought(&delta, is_thinking);
+        let has_begun = !delta.text.is_empty() || delta.end.is_some();
+        is_thinking = show_thought(&delta.thought, has_begun, is_thinking);
         print(&delta.text)?;
         text.push_str(&delta.text);
         if let Some(reason) = delta.end {
             print("\n")?;
-            print_statistics(reason, &delta.timings);
+            Statistics::of(reason, &delta.timings).show();
             return Ok(text);
         }
     }
 }
 
-/// Shows what the model thinks on standard error if that is a terminal, since standard output has the answer alone. Returns
-/// whether the answer's text has not begun after it.
-fn show_thought(delta: &Delta, is_thinking: bool) -> bool {
+/// Shows what the model thinks on standard error if that is a terminal, since standard output has the answer alone.
+/// `has_begun` is whether the answer's text follows now. Returns whether it has not begun after a thought.
+pub fn show_thought(thought: &str, has_begun: bool, is_thinking: bool) -> bool {
     let mut out = std::io::stderr();
-    let is_shown = !delta.thought.is_empty() && out.is_terminal();
+    let is_shown = !thought.is_empty() && out.is_terminal();
     // A terminal that is gone ends the program when it prints the answer.
     if is_shown {
-        let _ = write!(out, "{}", dim(&delta.thought, has_colors(&out)));
+        let _ = write!(out, "{}", dim(thought, has_colors(&out)));
     }
-    let ends = is_thinking && (!delta.text.is_empty() || delta.end.is_some());
+    let ends = is_thinking && has_begun;
     if ends {
         let _ = write!(out, "\n\n");
     }
@@ -111,17 +113,37 @@ pub fn request(args: &args::Sampling) -> Result<GenerateRequest, Error> {
     })
 }
 
-/// Prints the statistics of an answer, and whether it was cut, if standard error is a terminal.
-fn print_statistics(reason: Reason, timings: &Timings) {
-    if !std::io::stderr().is_terminal() {
-        return;
+/// What is shown of an answer after its end.
+pub struct Statistics {
+    pub predicted_n: usize,
+    pub per_second: Option<f64>,
+    /// From the request to the first token.
+    pub first: Duration,
+    pub prompt_n: usize,
+    pub cached_n: usize,
+    pub is_cut: bool,
+}
+
+impl Statistics {
+    fn of(reason: Reason, timings: &Timings) -> Self {
+        let Timings { queue, prefill, prompt_n, cached_n, predicted_n, .. } = *timings;
+        let per_second = timings.predicted_per_second();
+        let is_cut = reason == Reason::Length;
+        Self { predicted_n, per_second, first: queue + prefill, prompt_n, cached_n, is_cut }
     }
-    let Timings { queue, prefill, prompt_n, cached_n, predicted_n, .. } = *timings;
-    let mut parts = vec![format!("{predicted_n} {}", if predicted_n == 1 { "token" } else { "tokens" })];
-    parts.extend(timings.predicted_per_second().map(|rate| format!("{rate:.1} tokens/s")));
-    parts.push(format!("first after {:.2} s", (queue + prefill).as_secs_f64()));
-    let cached = if cached_n > 0 { format!(", {cached_n} from the cache") } else { String::new() };
-    parts.push(format!("prompt of {prompt_n}{cached}"));
-    parts.extend((reason == Reason::Length).then(|| "cut at the token limit".into()));
-    note(parts.join(" \u{b7} "));
+
+    /// Prints one line, if standard error is a terminal.
+    pub fn show(&self) {
+        if !std::io::stderr().is_terminal() {
+            return;
+        }
+        let &Self { predicted_n, per_second, first, prompt_n, cached_n, is_cut } = self;
+        let mut parts = vec![format!("{predicted_n} {}", if predicted_n == 1 { "token" } else { "tokens" })];
+        parts.extend(per_second.map(|rate| format!("{rate:.1} tokens/s")));
+        parts.push(format!("first after {:.2} s", first.as_secs_f64()));
+        let cached = if cached_n > 0 { format!(", {cached_n} from the cache") } else { String::new() };
+        parts.push(format!("prompt of {prompt_n}{cached}"));
+        parts.extend(is_cut.then(|| "cut at the token limit".into()));
+        note(parts.join(" \u{b7} "));
+    }
 }

@@ -574,6 +574,11 @@ pub fn service(files: &ModelFiles, config: &Config) -> Result<Service, Error> {
 }
 
 impl Texts {
+    /// Sets sampling options for requests that do not set them, in place of the checkpoint's own.
+    pub fn set_defaults(&mut self, options: SamplingOptions) {
+        self.defaults = options.over(self.defaults);
+    }
+
     /// The service of a model with a running engine.
     pub fn service(self, engine: EngineHandle, config: &Config) -> Service {
         let Self { tokenizer, template, calls, defaults, stop_token_ids, suppress_tokens } = self;

@@ -22,11 +22,13 @@ pub(crate) mod load;
 pub(crate) mod log;
 mod manual;
 pub(crate) mod models;
+mod names;
 mod plan;
 pub(crate) mod process;
 pub(crate) mod progress;
 mod pull;
 mod quantize;
+mod remote;
 mod serve;
 pub(crate) mod terminal;
 pub(crate) mod version;
@@ -113,7 +115,11 @@ fn run(
             "interrupted: run the same command again to continue where it stopped",
         ))),
         // These handle Ctrl-C themselves.
-        Command::Serve(_) | Command::Chat(_) | Command::DeviceProcess | Command::NpuProcess => None,
+        Command::Serve(_)
+        | Command::Chat(_)
+        | Command::Run(_)
+        | Command::DeviceProcess
+        | Command::NpuProcess => None,
         #[cfg(feature = "npu")]
         Command::Npu(_) => None,
         _ => Some(EraseOnInterrupt::watch(None)),
@@ -138,8 +144,8 @@ fn run(
                 filter,
             )
         }
-        Command::Generate(args) => generate::generate(config, args),
-        Command::Chat(args) => chat::chat(config, args),
+        Command::Generate(args) => generate::generate(config, &args.sampling, &args.prompt),
+        Command::Chat(args) => chat::chat(config, args.sampling, !args.no_history),
         Command::Devices(args) => devices::devices(args.json),
         Command::Doctor(args) => doctor::doctor(config, &args),
         Command::Eval(args) => eval::eval(config, args),
@@ -147,7 +153,13 @@ fn run(
         Command::Inspect(args) => inspect::inspect(config, &args),
         Command::Plan(args) => plan::plan(config, &args),
         Command::Bench(args) => bench::bench(config, &args),
-        Command::Pull(args) => pull::pull(config, &args.name),
+        Command::Pull(args) => remote::pull(config, &args),
+        Command::Run(args) => remote::run(config, args),
+        Command::List(args) => remote::list(config, &args),
+        Command::Ps(args) => remote::ps(config, &args),
+        Command::Show(args) => remote::show(config, &args),
+        Command::Stop(args) => remote::stop(config, &args),
+        Command::Rm(args) => remote::rm(config, &args),
         Command::Config(command) => config_command::config(&configured, &command),
         Command::Completions { shell } => manual::completions(shell),
         Command::ManPages { folder } => manual::pages(&folder),

@@ -109,14 +109,16 @@ fn not_a_model(caches: &[Cache], text: &str) -> Error {
     let pulled: Vec<String> =
         caches.iter().filter_map(|cache| cache.list().ok()).flatten().map(|m| m.name.to_string()).collect();
     let more = if pulled.len() > SHOWN { " and more (`unicorn models list`)" } else { "" };
+    let shorts: Vec<&str> = arch::short_names().map(|(short, _)| short).collect();
     let here = match pulled.is_empty() {
         true => "no model was pulled".to_owned(),
         false => format!("pulled models are {}{more}", pulled[..pulled.len().min(SHOWN)].join(", ")),
     };
     Error::Argument(format!(
         "{text}: there is no such file or folder, and a model of the hub has a name like ORG/NAME; {here}; \
-         `unicorn pull ORG/NAME` downloads one, for example {}",
-        arch::hub_example()
+         `unicorn pull ORG/NAME` downloads one, for example {}; short names are {}",
+        arch::hub_example(),
+        shorts.join(", ")
     ))
 }
 
@@ -184,7 +186,7 @@ pub fn remove(config: &Config, name: &ModelName, yes: bool) -> Result<(), Error>
     for cache in &caches {
         let Some(removal) = cache.removal(name)? else { continue };
         let what = format!("{name}, {} in {}", bytes(removal.bytes), cache.root().display());
-        if !yes && !confirm(&what)? {
+        if !yes && !confirm(&format!("remove {what}"))? {
             return Err(Error::Argument(format!("{name} was not removed")));
         }
         removal.apply()?;
@@ -196,13 +198,14 @@ pub fn remove(config: &Config, name: &ModelName, yes: bool) -> Result<(), Error>
     )))
 }
 
-fn confirm(what: &str) -> Result<bool, Error> {
+/// Asks whether to do something, such as `remove X`.
+pub fn confirm(what: &str) -> Result<bool, Error> {
     let input = std::io::stdin();
     if !input.is_terminal() {
-        return Err(Error::Argument(format!("not removing {what} without a confirmation; add --yes")));
+        return Err(Error::Argument(format!("{what}? This needs a confirmation; add --yes")));
     }
     let mut question = std::io::stderr();
-    write!(question, "remove {what}? [y/N] ").and_then(|()| question.flush()).map_err(Error::Output)?;
+    write!(question, "{what}? [y/N] ").and_then(|()| question.flush()).map_err(Error::Output)?;
     let mut answer = String::new();
     input.lock().read_line(&mut answer).map_err(Error::Output)?;
     Ok(matches!(answer.trim(), "y" | "Y" | "yes"))

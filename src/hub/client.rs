@@ -6,6 +6,7 @@
 //!
 //! The number of redirects, the bytes read into memory, and every wait ([`Patience`](super::Patience)) are bounded.
 
+use std::fmt;
 use std::io::{self, Read};
 use std::time::Duration;
 
@@ -52,6 +53,17 @@ impl Checksum {
         match self {
             Self::Sha256(hex) | Self::Git(hex) => hex,
         }
+    }
+}
+
+/// Writes the checksum as `ALGORITHM:HEX`.
+impl fmt::Display for Checksum {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let algorithm = match self {
+            Self::Sha256(_) => "sha256",
+            Self::Git(_) => "git",
+        };
+        write!(f, "{algorithm}:{}", self.hex())
     }
 }
 

@@ -23,6 +23,8 @@ pub enum HubError {
         "{file}: the download was interrupted and could not be resumed: {problem}; pull again to continue it"
     )]
     Interrupted { file: String, problem: String },
+    #[error("{name}: the download was stopped; pull again to continue it")]
+    Stopped { name: ModelName },
     #[error("{repo} is gated: accept its licence at {url}, {then}")]
     Gated { repo: RepoId, url: String, then: String },
     #[error("{repo}: {endpoint} has no such model, or the model is private; check the name{hint}")]

@@ -18,6 +18,7 @@ mod url;
 
 pub use cache::{Cache, Format, Pulled, Removal};
 pub use error::HubError;
-pub use name::{ModelName, RepoId};
-pub use pull::{Progress, pull};
+pub use name::{ModelName, NameError, RepoId};
+pub use pull::{Progress, Report, pull};
+pub use select::is_meant;
 pub use settings::{Patience, Settings, standard_cache};

@@ -100,6 +100,17 @@ impl FromStr for ModelName {
 }
 
 impl ModelName {
+    /// Reads a name as clients of other servers write it too: with the hub's host before it (`hf.co/ORG/NAME:Q4_K_M`), or
+    /// with Ollama's tag `:latest` after it.
+    pub fn read(text: &str) -> Result<Self, NameError> {
+        let text = text.trim();
+        let without_host = text.strip_prefix("https://").unwrap_or(text);
+        let without_host =
+            ["hf.co/", "huggingface.co/"].into_iter().find_map(|host| without_host.strip_prefix(host));
+        let text = without_host.unwrap_or(text);
+        text.strip_suffix(":latest").unwrap_or(text).parse()
+    }
+
     /// The revision, or `main` if the name has none.
     pub fn revision(&self) -> &str {
         self.revision.as_deref().unwrap_or(MAIN)

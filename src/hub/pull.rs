@@ -29,18 +29,15 @@ const RANGE_NOT_SATISFIABLE: u16 = 416;
 #[derive(Debug, Clone, Copy)]
 pub enum Progress<'a> {
     /// The total bytes of the model, and how many of them were downloaded before this pull.
-    Start {
-        total: u64,
-        here: u64,
-    },
-    File {
-        path: &'a str,
-    },
-    /// Bytes of all files that are downloaded now.
-    Done {
-        bytes: u64,
-    },
+    Start { total: u64, here: u64 },
+    /// The next file. Its checksum is written as `ALGORITHM:HEX`.
+    File { path: &'a str, digest: &'a str, size: u64 },
+    /// Bytes of all files that are downloaded now, and of the present one.
+    Done { bytes: u64, of_file: u64 },
 }
+
+/// Receives the progress of a pull. False = the pull stops, and keeps what it has downloaded.
+pub type Report<'a> = dyn FnMut(Progress<'_>) -> bool + 'a;
 
 /// A file to pull.
 struct Task {
@@ -57,8 +54,11 @@ pub fn pull(
     settings: &Settings,
     cache: &Cache,
     name: &ModelName,
-    report: &mut dyn FnMut(Progress),
+    report: &mut Report<'_>,
 ) -> Result<PathBuf, HubError> {
+    let report = &mut |progress: Progress<'_>| {
+        report(progress).then_some(()).ok_or_else(|| HubError::Stopped { name: name.clone() })
+    };
     if settings.offline {
         return Err(HubError::Offline { name: name.clone() });
     }
@@ -95,12 +95,14 @@ pub fn pull(
     if needed > free {
         return Err(HubError::Space { folder: cache.root().to_path_buf(), needed, free });
     }
-    report(Progress::Start { total, here: rest });
+    report(Progress::Start { total, here: rest })?;
     let mut before = 0;
     for (task, here) in tasks.iter().zip(here) {
-        report(Progress::File { path: &task.path });
+        let digest = task.checksum.to_string();
+        report(Progress::File { path: &task.path, digest: &digest, size: task.size })?;
         rest -= here; // now the bytes on disk of the files after this one
-        puller.get(task, &mut |bytes| report(Progress::Done { bytes: before + bytes + rest }))?;
+        puller
+            .get(task, &mut |of_file| report(Progress::Done { bytes: before + of_file + rest, of_file }))?;
         cache.link(&name.repo, commit, &task.path, task.checksum.hex())?;
         before += task.size;
     }
@@ -111,6 +113,9 @@ pub fn pull(
         None => snapshot,
     })
 }
+
+/// Receives the bytes of a file that are downloaded. An error stops the pull.
+type OfFile<'a> = dyn FnMut(u64) -> Result<(), HubError> + 'a;
 
 struct Puller<'a> {
     client: Client<'a>,
@@ -131,7 +136,7 @@ impl Puller<'_> {
     }
 
     /// Downloads the blob of `task`, if it is missing.
-    fn get(&self, task: &Task, report: &mut dyn FnMut(u64)) -> Result<(), HubError> {
+    fn get(&self, task: &Task, report: &mut OfFile<'_>) -> Result<(), HubError> {
         let (repo, checksum) = (&self.name.repo, task.checksum.hex());
         let blob = self.cache.blob(repo, checksum);
         // A blob was verified before it got its name. If its size is wrong, it was damaged later.
@@ -154,7 +159,7 @@ impl Puller<'_> {
     }
 
     /// Downloads until `partial` has every byte.
-    fn fill(&self, partial: &mut Partial, report: &mut dyn FnMut(u64)) -> Result<(), HubError> {
+    fn fill(&self, partial: &mut Partial, report: &mut OfFile<'_>) -> Result<(), HubError> {
         let task = partial.task;
         let (mut tries, mut reached) = (1, partial.len);
         while partial.len < task.size {
@@ -185,7 +190,7 @@ impl Puller<'_> {
     }
 
     /// Sends one request and appends the bytes of its answer; fails if the answer ends too early.
-    fn transfer(&self, partial: &mut Partial, report: &mut dyn FnMut(u64)) -> Result<(), Failure> {
+    fn transfer(&self, partial: &mut Partial, report: &mut OfFile<'_>) -> Result<(), Failure> {
         let task = partial.task;
         let Content { start, mut body } =
             self.client.open(self.name, self.commit, &task.path, partial.len, task.size)?;
@@ -196,7 +201,7 @@ impl Puller<'_> {
             |problem: String| Failure::transient(HubError::Interrupted { file: task.path.clone(), problem });
         let mut buffer = vec![0; BUFFER_BYTES];
         loop {
-            report(partial.len);
+            report(partial.len).map_err(Failure::Permanent)?;
             match body.read(&mut buffer) {
                 Ok(0) if partial.len == task.size => return Ok(()),
                 Ok(0) => {

@@ -50,6 +50,16 @@ pub(super) fn select(name: &ModelName, files: &[Entry]) -> Result<Selection, Hub
     Ok(Selection { files: chosen, model: None })
 }
 
+/// Whether `asked` means `file` of the hub: it has the same repository and revision, and the same file or its quantization
+/// tag.
+pub fn is_meant(file: &ModelName, asked: &ModelName) -> bool {
+    let is_same_file = match (&file.file, &asked.file) {
+        (Some(path), Some(wanted)) => path == wanted || ends_in_tag(path, wanted),
+        (path, wanted) => path == wanted,
+    };
+    file.repo == asked.repo && file.revision() == asked.revision() && is_same_file
+}
+
 /// The single GGUF file that `name` means.
 pub(super) fn gguf(name: &ModelName, files: &[Entry]) -> Result<Gguf, HubError> {
     let all = ggufs(files);

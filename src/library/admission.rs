@@ -59,6 +59,8 @@ pub(super) struct Slot {
     pub(super) state: SlotState,
     /// Never unloaded for another model.
     pub(super) is_pinned: bool,
+    /// No longer served: it is not loaded, and unloaded once no request uses it.
+    pub(super) is_removed: bool,
     /// Bytes of device memory that it takes; `None` = not yet planned.
     pub(super) bytes: Option<u64>,
     /// Requests that use it.
@@ -94,6 +96,7 @@ impl Slot {
         Self {
             state: SlotState::Absent,
             is_pinned,
+            is_removed: false,
             bytes: None,
             users: 0,
             last_used: Instant::now(),

@@ -7,15 +7,19 @@
 //! Each model has its own engine, and its own device process. A model that is unloaded keeps its engine, which loads it
 //! again. If an engine ends because of an error, the next request starts another one.
 //!
+//! The list of models may change while the server runs ([`Library::replace`]). A model has a number, which no other model
+//! gets. A model that leaves the list answers the requests that use it, and is then unloaded.
+//!
 //! This module must never know a wire format, and never answer a request.
 
 mod admission;
 mod model;
 mod report;
+mod store;
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, RwLock};
 use std::time::{Duration, Instant};
 
 use tokio::sync::Notify;
@@ -24,6 +28,7 @@ pub use self::admission::Turns;
 use self::admission::{Decision, Slot, SlotState};
 pub use self::model::{InUse, Model, ModelNames, Stage};
 pub use self::report::{CourtesyReport, EnergyReport, LiveReport, ModelCard, ModelReport};
+pub use self::store::{PullStep, Store, StoreError};
 use crate::engine::{ClientId, EngineHandle, EngineState, KeepAlive};
 use crate::session::Service;
 
@@ -61,6 +66,8 @@ pub enum LibraryError {
     NoRoom { model: String, needed: u64, budget: u64, holders: String },
     #[error("{model:?} cannot be loaded: {problem}")]
     Failed { model: String, problem: String },
+    #[error("{0:?} is no longer served")]
+    Gone(String),
     #[error(
         "the server is busy: {waiting} requests wait for models, and {model:?} is not loaded; try again in a few seconds"
     )]
@@ -71,13 +78,34 @@ pub enum LibraryError {
 
 /// All models that a server serves. The first one answers requests that name no model.
 pub struct Library {
-    models: Vec<Arc<Model>>,
+    models: Arc<RwLock<Models>>,
     /// [`Library::has_any_name`]
     any_name: bool,
     /// The length of the engines' queues; 0 = as they were started.
     queue: Arc<AtomicUsize>,
     /// `None` = there is one model, which has the device to itself.
     swap: Option<Arc<Swap>>,
+    store: Option<Box<dyn Store>>,
+}
+
+struct Models {
+    /// Every model by its number, those that were removed too.
+    all: Vec<Entry>,
+    /// The numbers of the models that are served, in their order. Never empty.
+    listed: Vec<usize>,
+}
+
+struct Entry {
+    model: Arc<Model>,
+    /// `None` in a library of one.
+    loader: Option<Arc<dyn Loader>>,
+}
+
+/// A model of a new list of models.
+pub enum Listed {
+    /// The model with this number stays.
+    Kept(usize),
+    New(Arc<Model>, Box<dyn Loader>),
 }
 
 /// What the requests of a library of several models share.
@@ -85,7 +113,8 @@ struct Swap {
     turns: Turns,
     /// [`Library::queue`]
     queue: Arc<AtomicUsize>,
-    models: Vec<(Arc<Model>, Box<dyn Loader>)>,
+    /// [`Library::models`]. Locked after `state`, if both are.
+    models: Arc<RwLock<Models>>,
     state: Mutex<State>,
     /// Woken when [`Swap::state`] changes.
     changed: Notify,
@@ -133,7 +162,14 @@ impl From<&str> for Library {
 impl Library {
     /// A library of one model. The caller loads it, and calls [`Model::set_ready`].
     pub fn of_one(model: Arc<Model>, any_name: bool) -> Self {
-        Self { models: vec![model], any_name, queue: Arc::default(), swap: None }
+        let models = Models { all: vec![Entry { model, loader: None }], listed: vec![0] };
+        Self {
+            models: Arc::new(RwLock::new(models)),
+            any_name,
+            queue: Arc::default(),
+            swap: None,
+            store: None,
+        }
     }
 
     /// A library of several models, none of which is loaded. Panics if there is none.
@@ -142,33 +178,89 @@ impl Library {
         any_name: bool,
         turns: Turns,
     ) -> Self {
-        let models: Vec<_> = models.into_iter().collect();
-        assert!(!models.is_empty(), "a library has a model");
-        let slots = models.iter().map(|(model, _)| Slot::new(model.is_pinned())).collect();
-        let state = Mutex::new(State { slots, ..State::default() });
+        let all = models.into_iter().map(|(model, loader)| Entry { model, loader: Some(loader.into()) });
+        let all: Vec<_> = all.collect();
+        assert!(!all.is_empty(), "a library has a model");
+        let slots = all.iter().map(|entry| Slot::new(entry.model.is_pinned())).collect();
+        let listed = (0..all.len()).collect();
+        let models = Arc::new(RwLock::new(Models { all, listed }));
         let queue = Arc::<AtomicUsize>::default();
         Self {
-            models: models.iter().map(|(model, _)| Arc::clone(model)).collect(),
+            models: Arc::clone(&models),
             any_name,
             queue: Arc::clone(&queue),
             swap: Some(Arc::new(Swap {
                 turns,
                 queue,
                 models,
-                state,
+                state: Mutex::new(State { slots, ..State::default() }),
                 changed: Notify::new(),
                 budget: OnceLock::new(),
             })),
+            store: None,
         }
     }
 
-    pub fn models(&self) -> &[Arc<Model>] {
-        &self.models
+    /// The library downloads and deletes models with `store`.
+    #[must_use]
+    pub fn with_store(self, store: impl Store + 'static) -> Self {
+        Self { store: Some(Box::new(store)), ..self }
     }
 
-    /// The model that answers requests without a name.
-    pub fn first(&self) -> &Arc<Model> {
-        &self.models[0]
+    /// What downloads and deletes models. `None` = nothing does.
+    pub fn store(&self) -> Option<&dyn Store> {
+        self.store.as_deref()
+    }
+
+    /// Serves these models from now on, in this order. A model that is not in the list answers the requests that use it,
+    /// and is then unloaded. Does nothing in a library of one.
+    ///
+    /// # Panics
+    /// If the list is empty.
+    pub fn replace(&self, list: Vec<Listed>) -> Vec<usize> {
+        assert!(!list.is_empty(), "a library has a model");
+        let Some(swap) = &self.swap else { return vec![0] };
+        let mut state = swap.lock();
+        let mut models = self.models.write().expect("nothing panics under this lock");
+        let mut listed = Vec::with_capacity(list.len());
+        for model in list {
+            listed.push(match model {
+                Listed::Kept(index) => index,
+                Listed::New(model, loader) => {
+                    state.slots.push(Slot::new(model.is_pinned()));
+                    models.all.push(Entry { model, loader: Some(loader.into()) });
+                    models.all.len() - 1
+                }
+            });
+        }
+        for (index, slot) in state.slots.iter_mut().enumerate() {
+            slot.is_removed = !listed.contains(&index);
+        }
+        models.listed.clone_from(&listed);
+        drop(models);
+        swap.unload_removed(&mut state);
+        drop(state);
+        swap.changed.notify_waiters();
+        listed
+    }
+
+    /// The models that are served, each with its number.
+    pub fn models(&self) -> Vec<(usize, Arc<Model>)> {
+        let models = self.models.read().expect("nothing panics under this lock");
+        models.listed.iter().map(|&index| (index, Arc::clone(&models.all[index].model))).collect()
+    }
+
+    /// The model with this number. Panics if there is none.
+    pub fn model(&self, index: usize) -> Arc<Model> {
+        let models = self.models.read().expect("nothing panics under this lock");
+        Arc::clone(&models.all[index].model)
+    }
+
+    /// The model that answers requests without a name, and its number.
+    pub fn first(&self) -> (usize, Arc<Model>) {
+        let models = self.models.read().expect("nothing panics under this lock");
+        let index = models.listed[0];
+        (index, Arc::clone(&models.all[index].model))
     }
 
     /// Whether models share the device's memory.
@@ -178,12 +270,17 @@ impl Library {
 
     /// The engines of the models that were loaded, whether they are loaded now or not.
     pub fn engines(&self) -> Vec<EngineHandle> {
-        self.models.iter().filter_map(|model| Some(model.service()?.engine().clone())).collect()
+        let models = self.models.read().expect("nothing panics under this lock");
+        models.all.iter().filter_map(|entry| Some(entry.model.service()?.engine().clone())).collect()
     }
 
-    /// The number of the model with this id or alias. `None` = no model has it.
+    /// The number of the model with this id or alias, or that this name means. `None` = no model has it.
     pub fn find(&self, name: &str) -> Option<usize> {
-        self.models.iter().position(|model| model.is_called(name))
+        let models = self.models.read().expect("nothing panics under this lock");
+        let find = |is_it: &dyn Fn(&Model) -> bool| {
+            models.listed.iter().copied().find(|&index| is_it(&models.all[index].model))
+        };
+        find(&|model| model.is_called(name)).or_else(|| find(&|model| model.is_meant_by(name)))
     }
 
     /// Whether a request may use any name. It is answered by the first model, unless the name is another model's.
@@ -194,8 +291,7 @@ impl Library {
     /// The loaded model, which stays loaded until the value is dropped. [`LibraryError::Unloaded`] = [`Self::admit`]
     /// must load it first. `None` = the only model is loaded for the first time now.
     pub fn in_use(&self, index: usize) -> Option<Result<InUse, LibraryError>> {
-        let model = &self.models[index];
-        let Some(swap) = &self.swap else { return model.known().map(Ok) };
+        let Some(swap) = &self.swap else { return self.model(index).known().map(Ok) };
         Some(swap.ready(index).ok_or(LibraryError::Unloaded(index)))
     }
 
@@ -225,20 +321,20 @@ impl Library {
     /// What the model does. Queries the model's engine.
     pub fn stage(&self, index: usize) -> Stage {
         match &self.swap {
-            None => self.models[index].stage(),
+            None => self.model(index).stage(),
             Some(swap) => {
                 let mut state = swap.lock();
                 swap.sync(&mut state);
                 match state.slots[index].state {
                     SlotState::Absent | SlotState::Leaving => Stage::Unloaded,
                     SlotState::Loading => Stage::Loading,
-                    SlotState::Resident => self.models[index].stage(),
+                    SlotState::Resident => self.model(index).stage(),
                 }
             }
         }
     }
 
-    /// The bytes of device memory that each model holds; `None` in a library of one.
+    /// The bytes of device memory that each model holds, by the models' numbers; `None` in a library of one.
     pub fn held(&self) -> Option<Vec<u64>> {
         let swap = self.swap.as_ref()?;
         let mut state = swap.lock();
@@ -258,7 +354,7 @@ impl Library {
     pub fn takes_requests(&self) -> bool {
         match &self.swap {
             Some(swap) => !swap.lock().is_closed,
-            None => self.first().engine().is_some_and(|engine| engine.health().is_ok()),
+            None => self.first().1.engine().is_some_and(|engine| engine.health().is_ok()),
         }
     }
 
@@ -282,9 +378,20 @@ impl Swap {
         self.state.lock().expect("nothing panics under this lock")
     }
 
+    fn model(&self, index: usize) -> Arc<Model> {
+        let models = self.models.read().expect("nothing panics under this lock");
+        Arc::clone(&models.all[index].model)
+    }
+
+    fn loader(&self, index: usize) -> Arc<dyn Loader> {
+        let models = self.models.read().expect("nothing panics under this lock");
+        Arc::clone(models.all[index].loader.as_ref().expect("a model of several has a loader"))
+    }
+
     /// Takes over what the engines did by themselves: an idle engine unloads its model, and an engine may end.
     fn sync(&self, state: &mut State) {
-        for (slot, (model, _)) in state.slots.iter_mut().zip(&self.models) {
+        let models = self.models.read().expect("nothing panics under this lock");
+        for (slot, Entry { model, .. }) in state.slots.iter_mut().zip(&models.all) {
             if slot.state != SlotState::Resident || slot.users > 0 {
                 continue;
             }
@@ -320,19 +427,20 @@ impl Swap {
         {
             return None;
         }
-        let model = &self.models[index].0;
+        let model = self.model(index);
         // An engine that has ended is replaced once its last request is gone.
         let service = model.service().filter(|service| service.engine().health().is_ok())?;
         state.slots[index].users += 1;
         let of_guard = Arc::clone(self);
-        Some(InUse::shared(model, service, move || of_guard.release(index)))
+        Some(InUse::shared(&model, service, move || of_guard.release(index)))
     }
 
-    fn release(&self, index: usize) {
+    fn release(self: &Arc<Self>, index: usize) {
         let mut state = self.lock();
         let slot = &mut state.slots[index];
         slot.users -= 1;
         slot.last_used = Instant::now();
+        self.unload_removed(&mut state);
         drop(state);
         self.changed.notify_waiters();
     }
@@ -366,6 +474,9 @@ impl Swap {
             return Ok(Some(in_use));
         }
         let slot = &state.slots[index];
+        if slot.is_removed {
+            return Err(LibraryError::Gone(self.model(index).id().to_owned()));
+        }
         let now = Instant::now();
         if let Some(failure) = &slot.failure
             && (failure.number > waiting.failures || now - failure.at < self.turns.retry)
@@ -386,7 +497,7 @@ impl Swap {
     }
 
     fn failed(&self, index: usize, problem: String) -> LibraryError {
-        LibraryError::Failed { model: self.models[index].0.id().to_owned(), problem }
+        LibraryError::Failed { model: self.model(index).id().to_owned(), problem }
     }
 
     /// Finds the bytes of a model that was never loaded, from its files. They do not matter for the first load of all.
@@ -395,8 +506,8 @@ impl Swap {
         if self.lock().slots[index].bytes.is_some() {
             return Ok(());
         }
-        let this = Arc::clone(self);
-        let planned = tokio::task::spawn_blocking(move || this.models[index].1.plan(budget)).await;
+        let loader = self.loader(index);
+        let planned = tokio::task::spawn_blocking(move || loader.plan(budget)).await;
         let planned = planned.unwrap_or_else(|error| Err(format!("internal error: {error}")));
         let bytes = planned.map_err(|problem| self.failed(index, problem))?;
         // A load may have measured them in the meantime.
@@ -406,8 +517,9 @@ impl Swap {
 
     fn no_room(&self, state: &State, index: usize) -> LibraryError {
         let mib = |bytes: u64| bytes.div_ceil(1 << 20);
-        let holders = state.slots.iter().zip(&self.models).filter(|(slot, _)| slot.held() > 0);
-        let holders = holders.map(|(slot, (model, _))| {
+        let models = self.models.read().expect("nothing panics under this lock");
+        let holders = state.slots.iter().zip(&models.all).filter(|(slot, _)| slot.held() > 0);
+        let holders = holders.map(|(slot, Entry { model, .. })| {
             let why = match (slot.is_pinned, slot.users) {
                 (true, _) => ", pinned".to_owned(),
                 (false, 0) => String::new(),
@@ -417,7 +529,7 @@ impl Swap {
             format!("{:?} holds {} MiB{why}", model.id(), mib(slot.held()))
         });
         LibraryError::NoRoom {
-            model: self.models[index].0.id().to_owned(),
+            model: models.all[index].model.id().to_owned(),
             needed: mib(state.slots[index].bytes.unwrap_or(0)),
             budget: mib(self.budget()),
             holders: holders.collect::<Vec<_>>().join("; "),
@@ -437,9 +549,12 @@ impl Swap {
             let swapped = std::panic::AssertUnwindSafe(|| this.swap(index, &leaving));
             let loaded = std::panic::catch_unwind(swapped).unwrap_or_else(panicked);
             if let Err(problem) = &loaded {
-                tracing::error!("{:?} cannot be loaded: {problem}", this.models[index].0.id());
+                tracing::error!("{:?} cannot be loaded: {problem}", this.model(index).id());
             }
-            this.lock().end_swap(index, loaded);
+            let mut state = this.lock();
+            state.end_swap(index, loaded);
+            this.unload_removed(&mut state);
+            drop(state);
             this.changed.notify_waiters();
         };
         if let Err(error) = std::thread::Builder::new().name("load".into()).spawn(swap) {
@@ -449,18 +564,55 @@ impl Swap {
         }
     }
 
+    /// Unloads the models that were removed and that no request uses, one after another, if there are any. A model is
+    /// forgotten then, with its engine and device process.
+    fn unload_removed(self: &Arc<Self>, state: &mut State) {
+        let models = self.models.read().expect("nothing panics under this lock");
+        let is_over = |(slot, entry): (&Slot, &Entry)| {
+            let is_idle = matches!(slot.state, SlotState::Resident | SlotState::Absent) && slot.users == 0;
+            slot.is_removed && is_idle && entry.model.service().is_some()
+        };
+        let index = state.slots.iter().zip(&models.all).position(is_over);
+        drop(models);
+        let Some(index) = index.filter(|_| !state.is_swapping) else { return };
+        let before = std::mem::replace(&mut state.slots[index].state, SlotState::Leaving);
+        state.is_swapping = true;
+        let this = Arc::clone(self);
+        let leave = move || {
+            let model = this.model(index);
+            tracing::info!("unloading {:?}, which is no longer served", model.id());
+            if let Some(service) = model.service() {
+                unload(service.engine());
+            }
+            model.forget();
+            let mut state = this.lock();
+            state.slots[index].state = SlotState::Absent;
+            state.is_swapping = false;
+            this.unload_removed(&mut state);
+            drop(state);
+            this.changed.notify_waiters();
+        };
+        if let Err(error) = std::thread::Builder::new().name("unload".into()).spawn(leave) {
+            // The next request that ends tries again.
+            tracing::warn!("cannot start a thread: {error}");
+            state.is_swapping = false;
+            state.slots[index].state = before;
+        }
+    }
+
+    /// Unloads `leaving`, and then loads the model.
     fn swap(&self, index: usize, leaving: &[usize]) -> Result<(), String> {
+        let model = self.model(index);
         for &i in leaving {
-            let model = &self.models[i].0;
-            tracing::info!("unloading {:?} for {:?}", model.id(), self.models[index].0.id());
-            if let Some(service) = model.service()
+            let other = self.model(i);
+            tracing::info!("unloading {:?} for {:?}", other.id(), model.id());
+            if let Some(service) = other.service()
                 && !unload(service.engine())
             {
-                model.forget();
+                other.forget();
             }
             self.lock().slots[i].state = SlotState::Absent;
         }
-        let (model, loader) = &self.models[index];
         let began = Instant::now();
         match model.service().filter(|service| service.engine().health().is_ok()) {
             Some(service) => {
@@ -472,7 +624,7 @@ impl Swap {
             }
             None => {
                 tracing::info!("loading {:?}", model.id());
-                let Loaded { service, report } = loader.load()?;
+                let Loaded { service, report } = self.loader(index).load()?;
                 // The first model to be loaded found all memory that models may use.
                 self.budget.get_or_init(|| report.device.usable_bytes);
                 self.lock().slots[index].bytes = Some(report.bytes());
@@ -533,7 +685,7 @@ impl<'a> Waiting<'a> {
         let waiting: usize = state.clients.values().sum();
         let of_client = state.clients.get(&client).copied().unwrap_or(0);
         if waiting >= swap.turns.queue || of_client >= swap.turns.queue_of_one {
-            return Err(LibraryError::QueueFull { model: swap.models[index].0.id().to_owned(), waiting });
+            return Err(LibraryError::QueueFull { model: swap.model(index).id().to_owned(), waiting });
         }
         *state.clients.entry(client).or_default() += 1;
         let (slot, since) = (&mut state.slots[index], Instant::now());

@@ -18,6 +18,9 @@ pub struct ModelNames {
     pub any: bool,
 }
 
+/// Whether a name that no list has means a model.
+type IsMeant = Box<dyn Fn(&str) -> bool + Send + Sync>;
+
 impl From<&str> for ModelNames {
     fn from(id: &str) -> Self {
         Self { id: id.to_owned(), ..Self::default() }
@@ -38,6 +41,7 @@ pub enum Stage {
 pub struct Model {
     id: String,
     aliases: Vec<String>,
+    is_meant: Option<IsMeant>,
     is_pinned: bool,
     service: RwLock<Option<Arc<Service>>>,
     report: RwLock<Option<Arc<ModelReport>>>,
@@ -52,12 +56,19 @@ impl Model {
         Self {
             id,
             aliases,
+            is_meant: None,
             is_pinned: false,
             service: RwLock::default(),
             report: RwLock::default(),
             card: OnceLock::new(),
             loading: OnceLock::new(),
         }
+    }
+
+    /// The model has further names, which no list has.
+    #[must_use]
+    pub fn meant_by(self, is_meant: impl Fn(&str) -> bool + Send + Sync + 'static) -> Self {
+        Self { is_meant: Some(Box::new(is_meant)), ..self }
     }
 
     /// The model is never unloaded for another one.
@@ -81,6 +92,11 @@ impl Model {
 
     pub fn is_called(&self, name: &str) -> bool {
         self.names().any(|own| own == name)
+    }
+
+    /// Whether a name that no list has means the model.
+    pub(super) fn is_meant_by(&self, name: &str) -> bool {
+        self.is_meant.as_ref().is_some_and(|is_meant| is_meant(name))
     }
 
     /// Sets the source of what `/health` and `/status` report about a load. Panics at a second call.

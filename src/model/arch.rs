@@ -87,6 +87,11 @@ pub fn hub_example() -> &'static str {
     ARCHS[0].hub_example
 }
 
+/// Each short name, and the model of the hub that it means.
+pub fn short_names() -> impl Iterator<Item = (&'static str, &'static str)> {
+    ARCHS.iter().flat_map(|arch| arch.short_names.iter().copied())
+}
+
 /// The published sizes of all architectures.
 pub fn shapes() -> impl Iterator<Item = Shape> {
     ARCHS.iter().flat_map(|arch| arch.shapes.iter().copied())

@@ -25,6 +25,22 @@ pub struct SamplingOptions {
     pub frequency_penalty: Option<f32>,
 }
 
+impl SamplingOptions {
+    /// These options, with those of `defaults` that are not set.
+    #[must_use]
+    pub fn over(self, defaults: Self) -> Self {
+        Self {
+            temperature: self.temperature.or(defaults.temperature),
+            top_k: self.top_k.or(defaults.top_k),
+            top_p: self.top_p.or(defaults.top_p),
+            min_p: self.min_p.or(defaults.min_p),
+            repetition_penalty: self.repetition_penalty.or(defaults.repetition_penalty),
+            presence_penalty: self.presence_penalty.or(defaults.presence_penalty),
+            frequency_penalty: self.frequency_penalty.or(defaults.frequency_penalty),
+        }
+    }
+}
+
 /// How the ids of an answer are drawn. All answers of one request share one value, and differ by their seeds. The
 /// device applies penalties, biases, mask, temperature, min_p, top_k and top_p, in this order.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]

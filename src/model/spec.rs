@@ -25,6 +25,8 @@ pub struct Arch {
     pub measured: &'static str,
     /// The name of a published model on the hub, as an example.
     pub hub_example: &'static str,
+    /// Short names for files on the hub, which are those that Ollama's users know.
+    pub short_names: &'static [(&'static str, &'static str)],
     /// The published sizes, from the smallest to the largest.
     pub shapes: &'static [Shape],
 }

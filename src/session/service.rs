@@ -13,7 +13,7 @@ use super::tools::ToolChoice;
 use crate::engine::{EngineHandle, Request};
 use crate::model::{SamplingOptions, SamplingParams};
 use crate::text::{
-    CallFormat, CallReader, ChatTemplate, Constraint, Grammar, Grammars, PromptEnding, StopMatcher,
+    CallFormat, CallReader, ChatTemplate, Constraint, Grammar, Grammars, PromptEnding, StopMatcher, TemplateKwargs,
     TemplateInput, TextError, Tokenizer,
 };
 
@@ -30,6 +30,8 @@ pub struct Service {
     grammars: Grammars,
     /// Default values of the sampling options.
     defaults: SamplingOptions,
+    /// Variables of the chat template that requests may set otherwise.
+    template_kwargs: TemplateKwargs,
     stop_token_ids: Vec<u32>,
     /// Ids that are never drawn.
     suppress_tokens: Vec<u32>,
@@ -71,6 +73,7 @@ impl Service {
             calls,
             grammars,
             defaults,
+            template_kwargs: TemplateKwargs::default(),
             stop_token_ids,
             suppress_tokens: Vec::new(),
             special_in_content: false,
@@ -87,6 +90,12 @@ impl Service {
     #[must_use]
     pub fn with_special_in_content(self, special_in_content: bool) -> Self {
         Self { special_in_content, ..self }
+    }
+
+    /// Sets variables of the chat template for requests that do not set them.
+    #[must_use]
+    pub fn with_template_kwargs(self, template_kwargs: TemplateKwargs) -> Self {
+        Self { template_kwargs, ..self }
     }
 
     /// Sets the ids that are never drawn.
@@ -144,6 +153,8 @@ impl Service {
         // A variable that the client itself sets takes precedence.
         let with_thinking = request.thinking.enabled.map(|enabled| kwargs.or(THINKING_VARIABLE, enabled));
         let kwargs = with_thinking.as_ref().unwrap_or(kwargs);
+        let with_defaults = (!self.template_kwargs.is_empty()).then(|| kwargs.over(&self.template_kwargs));
+        let kwargs = with_defaults.as_ref().unwrap_or(kwargs);
         let (messages, tools) = match self.calls.syntax.in_template {
             true => (self.template.arrange(messages), tools.for_template()),
             false => (self.template.arrange(&tools.describe_in(&as_text(messages))), Vec::new()),

@@ -34,6 +34,18 @@ impl TemplateKwargs {
         Self(variables)
     }
 
+    /// These variables, with those of `defaults` that are not set.
+    #[must_use]
+    pub fn over(&self, defaults: &Self) -> Self {
+        let mut variables = defaults.0.clone();
+        variables.extend(self.0.clone());
+        Self(variables)
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
     pub(super) fn value(&self) -> minijinja::Value {
         minijinja::Value::from_serialize(&self.0)
     }

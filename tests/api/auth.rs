@@ -207,6 +207,26 @@ fn field<'a>(headers: &'a HeaderMap, name: &str) -> Option<&'a str> {
     headers.get(name).map(|value| value.to_str().expect("text"))
 }
 
+/// Programs such as Obsidian are built of web pages, and their pages have an origin that no web page has.
+#[tokio::test]
+async fn pages_of_programs_are_admitted_as_ollama_does() {
+    let app = app_with_policy(AccessPolicy::default(), "ok");
+    for origin in
+        ["app://obsidian.md", "tauri://localhost", "vscode-webview://1a2b", "vscode-file://vscode-app"]
+    {
+        let page = [("host", "localhost:8010"), ("origin", origin), ("content-type", "application/json")];
+        for (request, expected) in [(request("POST", CHAT, &page), 200), (preflight(origin), 200)] {
+            let (status, headers, _) = send(&app.router, request).await;
+            assert_eq!(status, expected, "{origin}");
+            assert_eq!(headers["access-control-allow-origin"], origin);
+        }
+    }
+    for origin in ["app.example", "https://app://obsidian.md", "APP://x", "file://"] {
+        let page = [("host", "localhost:8010"), ("origin", origin)];
+        assert_eq!(outcome(&app, request("POST", CHAT, &page)).await.0, 403, "{origin}");
+    }
+}
+
 #[tokio::test]
 async fn pages_of_allowed_cors_origins_may_send_requests_and_read_answers() {
     let page = "http://localhost:3000";

@@ -852,7 +852,7 @@ async fn a_shutdown_ends_within_its_time_limit() {
         drop(stopped.await);
         Duration::from_millis(50)
     };
-    let serving = tokio::spawn(api::serve(listener, Arc::clone(&app.server), CONNECTIONS, shutdown));
+    let serving = tokio::spawn(api::serve(vec![listener], Arc::clone(&app.server), CONNECTIONS, shutdown));
 
     let request = |body: Value| {
         let body = body.to_string();

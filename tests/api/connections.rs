@@ -174,7 +174,7 @@ async fn a_stopping_server_finishes_answers_and_refuses_new_requests() {
     let long = 4 * HANG;
     let connections =
         Connections { head_timeout: long, idle_timeout: long, write_timeout: long, ..CONNECTIONS };
-    let serving = tokio::spawn(api::serve(listener, Arc::clone(&app.server), connections, shutdown));
+    let serving = tokio::spawn(api::serve(vec![listener], Arc::clone(&app.server), connections, shutdown));
     let (mut streaming, mut idle, seen) = blocking(move || {
         let mut streaming = sent(address, post(true));
         let mut seen = Vec::new();

@@ -166,7 +166,7 @@ fn reading_control_tokens() -> (Router, Arc<Mutex<Vec<u32>>>) {
         DEFAULTS,
         vec![1, END_OF_TURN],
     );
-    server.library().first().set_ready(service.with_special_in_content(true));
+    server.library().first().1.set_ready(service.with_special_in_content(true));
     (api::router(server), seen)
 }
 

@@ -148,7 +148,7 @@ async fn metrics_add_up_to_the_requests_that_were_sent() {
     }
     assert_eq!(ask(&app, json!({"temperature": "hot"})).await.0, 400);
     send(&app.router, get("/made/up/by/somebody")).await;
-    app.server.library().first().set_report(report());
+    app.server.library().first().1.set_report(report());
     let m = metrics(&app).await;
     for (name, value) in [
         ("unicorn_prompt_tokens_total", usage[0]),
@@ -266,7 +266,7 @@ async fn status_reports_model_device_and_memory_but_no_prompt() {
     );
 
     let app = app();
-    app.server.library().first().set_report(report());
+    app.server.library().first().1.set_report(report());
     ask(&app, json!({"messages": [{"role": "user", "content": "a canary"}], "user": "somebody"})).await;
     assert_all_free(&app.engine).await;
     let body = status(&app).await;

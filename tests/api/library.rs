@@ -1,24 +1,30 @@
 //! Several models in one server: which of them are loaded, who waits, and who answers.
 
+use std::net::SocketAddr;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use axum::Router;
-use axum::http::StatusCode;
+use axum::body::Body;
+use axum::extract::ConnectInfo;
+use axum::http::{Request, StatusCode, header};
 use rand::{Rng as _, SeedableRng as _};
 use rand_chacha::ChaCha8Rng;
 use serde_json::{Value, json};
 use unicorn::api::{self, AccessPolicy, Server};
 use unicorn::engine::{Engine, EngineConfig};
-use unicorn::library::{Library, Loaded, Loader, Model, ModelNames, ModelReport, Turns};
+use unicorn::library::{
+    Library, LibraryError, Listed, Loaded, Loader, Model, ModelNames, ModelReport, PullStep, Store,
+    StoreError, Turns,
+};
 use unicorn::model::Limits;
 use unicorn::session::Service;
 use unicorn::text::CallFormat;
 
 use crate::support::app::{DEFAULTS, END_OF_TURN, OPTIONS, limits};
 use crate::support::fake_runner::{Control, FakeFactory, FakeRunner, Script, kv_with, says};
-use crate::support::http::{get, post, post_to, send_json};
+use crate::support::http::{get, post, post_to, send, send_json};
 use crate::support::server::report;
 use crate::support::tokenizers::{gemma_template, tokenizer};
 
@@ -436,4 +442,260 @@ async fn many_clients_of_many_models_get_the_right_answers_within_the_memory() {
     assert!(app.device.most.load(Ordering::SeqCst) <= BUDGET, "the models never had more than the memory");
     let swaps: usize = app.models.iter().map(|model| model.loads.load(Ordering::SeqCst)).sum();
     assert!(swaps < 16 * 8 / 2, "{swaps} loads for {} requests", 16 * 8);
+}
+
+/// A stream of each format, from the beginning of its model's load.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_stream_begins_with_the_load_of_its_model_and_ends_with_the_loads_error() {
+    let app = app(&[("ant", BUDGET), ("bee", BUDGET)], TURNS, &[]);
+    app.models.iter().for_each(|model| model.load_ms.store(400, Ordering::SeqCst));
+    let body = |path: &str, model: &str| {
+        let mut body = match path {
+            "/v1/completions" => json!({"prompt": "Hello"}),
+            "/v1/responses" => json!({"input": "Hello"}),
+            _ => json!({"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 20}),
+        };
+        body["model"] = model.into();
+        body["stream"] = true.into();
+        body.to_string()
+    };
+    let text_of = async |path: &str, model: &str| {
+        let (status, headers, bytes) = send(&app.router, post_to(path, body(path, model))).await;
+        (status.as_u16(), headers, String::from_utf8(bytes).expect("UTF-8"))
+    };
+    let routes = [
+        ("/v1/chat/completions", "[DONE]", "load_failed"),
+        ("/v1/completions", "[DONE]", "load_failed"),
+        ("/v1/messages", "message_stop", "the disk is broken"),
+        ("/v1/responses", "response.completed", "the disk is broken"),
+    ];
+    for (i, (path, end, _)) in routes.into_iter().enumerate() {
+        let model = id(i % 2);
+        let (status, headers, text) = text_of(path, &model).await;
+        assert_eq!((status, &headers[header::CONTENT_TYPE]), (200, &"text/event-stream".parse().unwrap()));
+        let comment = format!(": loading \"{model}\": waiting\n\n");
+        assert!(text.starts_with(&comment) && text.contains(end), "{path}: {text}");
+        assert!(!text.contains("error\":{"), "{path}: {text}");
+        // The model is loaded: no comment.
+        let (_, _, text) = text_of(path, &model).await;
+        assert!(!text.contains("loading") && text.contains(end), "{path}: {text}");
+    }
+    app.models[0].fails.store(true, Ordering::SeqCst);
+    app.server.library().engines()[0].abort();
+    for (path, _, part) in routes {
+        let (status, _, text) = text_of(path, "a").await;
+        assert!(status == 200 && text.starts_with(": loading") && text.contains(part), "{path}: {text}");
+    }
+    // Lines of JSON have no comments, so the status can tell.
+    for path in ["/api/chat", "/api/generate"] {
+        assert_eq!(text_of(path, "a").await.0, 503, "{path}");
+    }
+    // Neither has an answer that is not streamed.
+    assert_eq!(ask(&app.router, "a").await.0, 503);
+}
+
+/// A model with the id `x` that is not in a library yet.
+fn listed(model: &Arc<FakeModel>) -> Listed {
+    Listed::New(Arc::new(Model::new("x".into())), Box::new(FakeLoader(Arc::clone(model))))
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_model_that_leaves_the_list_answers_its_requests_and_is_then_unloaded() {
+    let app = app(&[("ant", HALF), ("bee", HALF)], TURNS, &[]);
+    let library = app.server.library();
+    assert_eq!(text(&app.router, "a", "a").await, "ant");
+    assert_eq!(text(&app.router, "b", "b").await, "bee");
+    let control = app.models[0].control();
+    control.allow(0);
+    let router = app.router.clone();
+    let asked = tokio::spawn(async move { text(&router, "a", "a").await });
+    while app.server.library().engines()[0].stats().running == 0 {
+        tokio::time::sleep(Duration::from_millis(1)).await;
+    }
+
+    // The second model becomes the first, and a new one is the second.
+    let fox = FakeModel::new(&app.device, "fox", HALF);
+    assert_eq!(library.replace(vec![Listed::Kept(1), listed(&fox)]), [1, 2]);
+    assert_eq!(states(&app.router).await, ["loaded", "unloaded"]);
+    let (status, answer) = ask(&app.router, "a").await;
+    assert_eq!((status.as_u16(), &answer["error"]["code"]), (404, &json!("model_not_found")), "{answer}");
+    let body = json!({"messages": [{"role": "user", "content": "Hello"}]}).to_string();
+    assert_eq!(send_json(&app.router, post(body)).await.2["model"], "b");
+    assert_eq!(app.device.held.load(Ordering::SeqCst), BUDGET, "`a` still answers");
+    control.release();
+    assert_eq!(asked.await.expect("no panic"), "ant");
+    while app.device.held.load(Ordering::SeqCst) > HALF {
+        tokio::time::sleep(Duration::from_millis(1)).await;
+    }
+    assert_eq!(text(&app.router, "x", "x").await, "fox");
+    assert_eq!(states(&app.router).await, ["loaded", "loaded"]);
+    assert_eq!(app.models[1].loads.load(Ordering::SeqCst), 1, "`b` stayed loaded");
+    assert!(library.engines().len() == 2, "the engine of `a` has ended");
+
+    // A request that found the model before it left the list.
+    library.replace(vec![Listed::Kept(1)]);
+    while app.device.held.load(Ordering::SeqCst) > HALF {
+        tokio::time::sleep(Duration::from_millis(1)).await;
+    }
+    let gone = library.admit(2, 0).await.err();
+    assert_eq!(gone, Some(LibraryError::Gone("x".into())));
+    assert_eq!(fox.loads.load(Ordering::SeqCst), 1);
+}
+
+/// Pulls `new`, in as many steps as its file has bytes.
+struct FakeStore {
+    model: Arc<FakeModel>,
+    bytes: u64,
+    stopped: Arc<AtomicBool>,
+}
+
+impl Store for FakeStore {
+    fn pull(
+        &self,
+        library: &Library,
+        name: &str,
+        known: Option<usize>,
+        report: &mut dyn FnMut(PullStep<'_>) -> bool,
+    ) -> Result<(), StoreError> {
+        if name != "new" {
+            return Err(StoreError::NotFound(format!("there is no {name:?}")));
+        }
+        report(PullStep::List);
+        let (path, digest, total) = ("model.gguf", "sha256:00", self.bytes);
+        for completed in 0..=total {
+            if !report(PullStep::File { path, digest, total, completed }) {
+                self.stopped.store(true, Ordering::SeqCst);
+                return Err(StoreError::Failed("stopped".into()));
+            }
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        report(PullStep::Add);
+        if known.is_none() {
+            let model = Arc::new(Model::new("new".into()));
+            library.replace(vec![
+                Listed::Kept(0),
+                Listed::New(model, Box::new(FakeLoader(Arc::clone(&self.model)))),
+            ]);
+        }
+        Ok(())
+    }
+
+    fn delete(&self, library: &Library, index: usize) -> Result<(), StoreError> {
+        if index == 0 {
+            return Err(StoreError::Conflict("it is in the configuration".into()));
+        }
+        library.replace(vec![Listed::Kept(0)]);
+        Ok(())
+    }
+}
+
+fn with_store(bytes: u64) -> (Router, Arc<AtomicBool>) {
+    let (device, stopped) = (Arc::new(Device::default()), Arc::<AtomicBool>::default());
+    let [ant, new] = ["ant", "new"].map(|text| FakeModel::new(&device, text, HALF));
+    let loader: Box<dyn Loader> = Box::new(FakeLoader(ant));
+    let library = Library::of_several([(Arc::new(Model::new("a".into())), loader)], false, TURNS)
+        .with_store(FakeStore { model: new, bytes, stopped: Arc::clone(&stopped) });
+    (api::router(Server::new(library, OPTIONS, AccessPolicy::default())), stopped)
+}
+
+/// A request from `address`, and of a page of `origin`.
+fn from(mut request: Request<Body>, address: &str, origin: Option<&str>) -> Request<Body> {
+    let address: SocketAddr = format!("{address}:5000").parse().expect("an address");
+    request.extensions_mut().insert(ConnectInfo(address));
+    if let Some(origin) = origin {
+        request.headers_mut().insert(header::ORIGIN, origin.parse().expect("an origin"));
+    }
+    request
+}
+
+fn delete(model: &str) -> Request<Body> {
+    let mut request = post_to("/api/delete", json!({"model": model}).to_string());
+    *request.method_mut() = "DELETE".parse().expect("a method");
+    request
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_pull_reports_its_progress_and_the_model_answers_until_it_is_deleted() {
+    let (router, _) = with_store(40);
+    let pull = |body: Value| from(post_to("/api/pull", body.to_string()), "127.0.0.1", None);
+    let (status, headers, bytes) = send(&router, pull(json!({"model": "new"}))).await;
+    assert_eq!(
+        (status.as_u16(), &headers[header::CONTENT_TYPE]),
+        (200, &"application/x-ndjson".parse().unwrap())
+    );
+    let text_of = String::from_utf8(bytes).expect("UTF-8");
+    let lines: Vec<Value> = text_of.lines().map(|line| serde_json::from_str(line).expect(line)).collect();
+    assert_eq!(lines[0], json!({"status": "pulling manifest"}));
+    let file = json!({"status": "pulling model.gguf", "digest": "sha256:00", "total": 40, "completed": 40});
+    assert_eq!(
+        lines[lines.len() - 3..],
+        [file, json!({"status": "writing manifest"}), json!({"status": "success"})]
+    );
+    assert!(lines.len() < 20, "progress is not reported for every byte: {text_of}");
+    assert_eq!(text(&router, "new", "new").await, "new");
+    let (status, _, answer) = send_json(&router, pull(json!({"model": "new", "stream": false}))).await;
+    assert_eq!((status.as_u16(), answer), (200, json!({"status": "success"})));
+
+    let failed = pull(json!({"model": "other", "stream": false}));
+    let (status, _, answer) = send_json(&router, failed).await;
+    assert_eq!((status.as_u16(), answer), (404, json!({"error": "there is no \"other\""})));
+    let (status, _, bytes) = send(&router, pull(json!({"model": "other"}))).await;
+    let text_of = String::from_utf8(bytes).expect("UTF-8");
+    assert!(status == 200 && text_of.lines().last().expect("a line").contains("{\"error\":"), "{text_of}");
+
+    let (status, _, answer) = send_json(&router, from(delete("a"), "127.0.0.1", None)).await;
+    assert!(
+        status == 409 && answer["error"].as_str().is_some_and(|e| e.contains("configuration")),
+        "{answer}"
+    );
+    let (status, _, body) = send(&router, from(delete("new"), "127.0.0.1", None)).await;
+    assert_eq!((status.as_u16(), body.len()), (200, 0));
+    assert_eq!(ask(&router, "new").await.0, 404);
+    let (status, _, answer) = send_json(&router, from(delete("new"), "127.0.0.1", None)).await;
+    assert_eq!((status.as_u16(), answer), (404, json!({"error": "model 'new' not found"})));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn only_programs_of_this_machine_and_keys_pull_and_delete() {
+    let (router, _) = with_store(1);
+    let pull = |model: &str| post_to("/api/pull", json!({"model": model, "stream": false}).to_string());
+    let page = Some("http://127.0.0.1:8010");
+    for (address, origin) in [("192.168.0.7", None), ("127.0.0.1", page), ("[::ffff:10.0.0.1]", None)] {
+        for request in [pull("new"), delete("a")] {
+            let mut request = from(request, address, origin);
+            request.headers_mut().insert(header::HOST, "127.0.0.1:8010".parse().expect("a host"));
+            let (status, _, answer) = send_json(&router, request).await;
+            assert!(
+                status == 403 && answer["error"].as_str().is_some_and(|e| e.contains("API key")),
+                "{answer}"
+            );
+        }
+        // A served model needs no download.
+        if origin.is_none() {
+            let (status, _, answer) = send_json(&router, from(pull("a"), address, None)).await;
+            assert_eq!((status.as_u16(), answer), (200, json!({"status": "success"})));
+        }
+    }
+    for address in ["127.0.0.1", "[::1]", "[::ffff:127.0.0.1]"] {
+        assert_eq!(send_json(&router, from(pull("new"), address, None)).await.0, 200);
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_download_stops_when_its_client_is_gone() {
+    let (router, stopped) = with_store(1 << 40);
+    for stream in [true, false] {
+        stopped.store(false, Ordering::SeqCst);
+        let body = json!({"model": "new", "stream": stream}).to_string();
+        let request = from(post_to("/api/pull", body), "127.0.0.1", None);
+        let asked = tokio::spawn({
+            let router = router.clone();
+            async move { send(&router, request).await }
+        });
+        tokio::time::sleep(Duration::from_millis(50)).await;
+        asked.abort();
+        while !stopped.load(Ordering::SeqCst) {
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
+    }
 }

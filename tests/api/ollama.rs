@@ -424,19 +424,20 @@ async fn lists_have_what_clients_read() {
 async fn a_served_model_needs_no_pull_and_models_are_changed_elsewhere() {
     let app = app_that_says("Hello");
     for body in [json!({"model": NAME}), json!({"name": MODEL}), json!({})] {
-        assert_eq!(lines(&app, "/api/pull", body.clone()).await, [json!({"status": "success"})]);
+        let pulled = [json!({"status": "pulling manifest"}), json!({"status": "success"})];
+        assert_eq!(lines(&app, "/api/pull", body.clone()).await, pulled);
         assert_eq!(whole(&app, "/api/pull", body).await, json!({"status": "success"}));
     }
     let (status, error) = refusal(&app, "/api/pull", json!({"model": "llama3"})).await;
     assert!(
-        status == 404 && error.contains("unicorn pull") && error.contains("models.serve"),
+        status == 404 && error.contains("unicorn pull") && error.contains("models.pulled"),
         "{status} {error}"
     );
     for (method, path, what) in [
         ("POST", "/api/create", "unicorn quantize"),
         ("POST", "/api/push", "the tools of the hub"),
         ("POST", "/api/copy", "aliases"),
-        ("DELETE", "/api/delete", "unicorn models rm"),
+        ("DELETE", "/api/delete", "unicorn rm"),
         ("HEAD", "/api/blobs/sha256:0", ""),
         ("POST", "/api/blobs/sha256:0", "read from files"),
     ] {

@@ -69,7 +69,7 @@ fn served(runner: Box<dyn Runner>) -> (Router, EngineHandle) {
     let options = Options { stored_responses: BODIES, stored_response_bytes: 64 << 20, ..OPTIONS };
     let server = Server::new(MODEL, options, AccessPolicy::default());
     let stops = vec![1, END_OF_TURN];
-    server.library().first().set_ready(Service::new(
+    server.library().first().1.set_ready(Service::new(
         engine.clone(),
         tokenizer(),
         gemma_template(),

@@ -138,7 +138,7 @@ fn app_that_panics(door: AccessPolicy) -> App {
     let ok = tokenizer().encode("ok", false).expect("encodes");
     let app = loaded(Server::new(MODEL, OPTIONS, door), limits(), DEFAULTS, says(&ok, END_OF_TURN));
     let broken = || panic!("the gauge broke:\nin two");
-    app.server.library().first().set_report(ModelReport { live: Box::new(broken), ..report() });
+    app.server.library().first().1.set_report(ModelReport { live: Box::new(broken), ..report() });
     app
 }
 
@@ -155,7 +155,7 @@ async fn a_handler_that_panics_answers_500_and_keeps_its_connection() {
         drop(stopped.await);
         Duration::ZERO
     };
-    let serving = tokio::spawn(api::serve(listener, Arc::clone(&app.server), CONNECTIONS, shutdown));
+    let serving = tokio::spawn(api::serve(vec![listener], Arc::clone(&app.server), CONNECTIONS, shutdown));
 
     let mut client = tokio::net::TcpStream::connect(address).await.expect("connects");
     for (path, id, status) in [("/status", "a-1", 500), ("/metrics", "a-2", 500), ("/health", "a-3", 200)] {

@@ -306,6 +306,111 @@ fn models_swap_under_load_and_no_answer_is_wrong() {
     }
 }
 
+/// The defaults of an entry are for requests that do not set these options.
+#[test]
+fn an_entry_sets_the_defaults_of_sampling_and_of_the_template() {
+    let (folder, gemma) = (tempfile::tempdir().expect("a folder"), tiny_model());
+    let template = folder.path().join("template.jinja");
+    std::fs::write(&template, "{{ bos_token }}{{ mood | default('calm') }} {{ messages[0].content }}")
+        .expect("written");
+    let entry = |more: &'static str| Served { name: "gemma", path: gemma.path().into(), more };
+    let prompt_of = |server: &Daemon, body: Value| -> (String, u64) {
+        let (status, answer) = server.exchange("POST", "/v1/chat/completions", &[], &body.to_string());
+        let answer: Value = serde_json::from_str(&answer).expect(&answer);
+        assert_eq!(status, 200, "{answer}");
+        let text = answer["choices"][0]["message"]["content"].as_str().expect("a text").to_owned();
+        (text, answer["usage"]["prompt_tokens"].as_u64().expect("a number"))
+    };
+    let ask = |more: Value| {
+        let mut body = json!({"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 8, "seed": 3});
+        body.as_object_mut().expect("an object").extend(more.as_object().expect("an object").clone());
+        body
+    };
+    let more = format!("chat_template = {template:?}\ntemperature = 2\ntop_k = 1\ntemplate_kwargs = {{ mood = \"very very cheerful indeed\" }}\n");
+    let models = [Served { name: "gemma", path: gemma.path().into(), more: &more }];
+    let config = configuration(folder.path(), &models, "");
+    let server = Daemon::start_configured(&config, &[]);
+    let (defaults, long) = prompt_of(&server, ask(json!({})));
+    let (greedy, _) = prompt_of(&server, ask(json!({"temperature": 0})));
+    assert_eq!(defaults, greedy, "the entry draws from one candidate");
+    let (free, _) = prompt_of(&server, ask(json!({"top_k": 0})));
+    assert_ne!(free, greedy, "with the temperature of the entry");
+    let (_, short) = prompt_of(&server, ask(json!({"chat_template_kwargs": {"mood": "sad"}})));
+    assert!(short < long, "{short} and {long} tokens");
+    let (_, shown) = server.exchange("POST", "/api/show", &[], "{}");
+    assert!(shown.contains("top_k  1"), "{shown}");
+    drop(server);
+
+    for (more, part) in [
+        ("temperature = 3", "temperature: expected 0 to 2, got 3"),
+        ("template_kwargs = { messages = 1 }", "the server itself sets \"messages\""),
+    ] {
+        let config = configuration(folder.path(), &[entry(more)], "");
+        let serve = unicorn(&["serve", "--port", "0", "--config", config.to_str().expect("UTF-8")]);
+        assert_error(serve, 78, &[part]);
+    }
+}
+
+#[test]
+fn a_second_port_has_the_same_api() {
+    let (folder, gemma) = (tempfile::tempdir().expect("a folder"), tiny_model());
+    let port = std::net::TcpListener::bind("127.0.0.1:0").and_then(|listener| listener.local_addr());
+    let port = port.expect("a free port").port();
+    let models = [Served { name: "gemma", path: gemma.path().into(), more: "" }];
+    let config = configuration(folder.path(), &models, &format!("[server]\nollama_port = {port}\n"));
+    let mut server = Daemon::start_configured(&config, &[]);
+    let answer = words(&server, "gemma");
+    server.at_port(port);
+    assert_eq!(server.exchange("GET", "/", &[], ""), (200, "Ollama is running".into()));
+    assert_eq!(words(&server, "gemma"), answer);
+}
+
+/// SIGHUP reads the list again: models join and leave, and those whose entries did not change stay loaded.
+#[test]
+fn the_list_of_models_is_read_again_on_a_signal() {
+    let (folder, gemma) = (tempfile::tempdir().expect("a folder"), tiny_model());
+    let entry = |name, path: PathBuf, more| Served { name, path, more };
+    let gemma = || entry("gemma", gemma.path().into(), "");
+    let config = configuration(folder.path(), &[gemma(), entry("llama", family("tiny-llama"), "")], "");
+    let mut server = Daemon::start_configured(&config, &[]);
+    let answer = words(&server, "gemma");
+    words(&server, "llama");
+    let gemmas_process = server.device_processes();
+
+    let read_again = |server: &mut Daemon, models: &[Served<'_>], line: &str| {
+        configuration(folder.path(), models, "");
+        server.signal("HUP");
+        server.wait_for_line(line);
+    };
+    let tokenizer = format!("tokenizer = {:?}", family("qwen-tokenizer"));
+    let qwen = entry("qwen", family("tiny-qwen3"), &tokenizer);
+    read_again(&mut server, &[qwen, gemma()], "read the configuration again");
+    let list = |server: &Daemon| server.exchange("GET", "/v1/models", &[], "").1;
+    let ids = |server: &Daemon| -> Vec<String> {
+        let list: Value = serde_json::from_str(&list(server)).expect("JSON");
+        let models = list["data"].as_array().expect("models").iter();
+        models.map(|model| model["id"].as_str().expect("an id").to_owned()).collect()
+    };
+    assert_eq!(ids(&server), ["qwen", "gemma"]);
+    assert_eq!(ask(&server, "llama").0, 404);
+    while server.device_processes().len() > 1 {
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    assert!(gemmas_process.contains(&server.device_processes()[0]), "gemma stayed loaded");
+    assert_eq!(words(&server, "gemma"), answer);
+    words(&server, "qwen");
+
+    // A changed option has an effect, and a mistake has none.
+    let shorter = entry("gemma", family("tiny-gemma"), "context = 96");
+    let shorter = Served { path: gemma().path, ..shorter };
+    read_again(&mut server, &[shorter], "read the configuration again");
+    assert_eq!(words(&server, "gemma"), answer);
+    assert!(list(&server).contains("\"max_model_len\":96"), "{}", list(&server));
+    let wrong = entry("wrong", "/nowhere".into(), "");
+    read_again(&mut server, &[wrong, gemma()], "the configuration stays unchanged");
+    assert_eq!(ids(&server), ["gemma"]);
+}
+
 #[test]
 fn other_commands_ignore_the_list_of_models() {
     let (folder, gemma) = (tempfile::tempdir().expect("a folder"), tiny_model());

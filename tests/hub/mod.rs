@@ -1,3 +1,4 @@
 //! The hub and the cache of pulled models.
 
 mod pull;
+mod service;

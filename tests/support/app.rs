@@ -118,8 +118,8 @@ fn loaded_as(
     let (runner, control) = FakeRunner::new(limits, script);
     let engine = Engine::start(runner, EngineConfig { queue, ..EngineConfig::default() });
     let calls = CallFormat::of(&template, &tokenizer);
-    server.library().first().set_card(card(&tokenizer, &template));
-    server.library().first().set_ready(Service::new(
+    server.library().first().1.set_card(card(&tokenizer, &template));
+    server.library().first().1.set_ready(Service::new(
         engine.clone(),
         tokenizer,
         template,

@@ -51,8 +51,13 @@ impl Daemon {
 
     /// Starts a server with the models of a configuration, and waits until it is ready.
     pub fn start_configured(config: &Path, args: &[&str]) -> Self {
+        Self::start_configured_as(config, args, |_| {})
+    }
+
+    /// Like [`Daemon::start_configured`]. `with` may change the command.
+    pub fn start_configured_as(config: &Path, args: &[&str], with: impl FnOnce(&mut Command)) -> Self {
         let path = config.to_str().expect("UTF-8");
-        let mut daemon = Self::listening(&[&["--config", path], args].concat(), |_| {});
+        let mut daemon = Self::listening(&[&["--config", path], args].concat(), with);
         daemon.wait_for_line("ready: http");
         daemon
     }
@@ -100,6 +105,11 @@ impl Daemon {
     }
 
     /// The base URL of its API.
+    /// Sends further requests to another port.
+    pub fn at_port(&mut self, port: u16) {
+        self.address = format!("127.0.0.1:{port}");
+    }
+
     pub fn url(&self) -> String {
         format!("http://{}/v1", self.address)
     }

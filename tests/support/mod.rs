@@ -22,6 +22,7 @@ pub mod fuzz_bodies;
 pub mod goldens;
 pub mod grammars;
 pub mod http;
+pub mod hub;
 pub mod json;
 pub mod kernel_bench;
 pub mod legacy_files;

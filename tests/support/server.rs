@@ -45,7 +45,7 @@ impl Serving {
             drop(stopped.await);
             Duration::ZERO
         };
-        let task = api::serve(listener, Arc::clone(&app.server), connections, shutdown);
+        let task = api::serve(vec![listener], Arc::clone(&app.server), connections, shutdown);
         Self { address, stop: Some(stop), task: tokio::spawn(task), app }
     }
 

@@ -21,7 +21,7 @@ use utoipa::ToSchema;
 
 use crate::api::anthropic::request::{ConversationFields, Form, MessagesRequest};
 use crate::api::error::{AnthropicError, AnthropicErrorObject, ApiError};
-use crate::api::exchange::{self, Format, Parsed, Prompts, Reply, json_text, named_event};
+use crate::api::exchange::{self, Failed, Format, Head, Parsed, Prompts, Reply, json_text, named_event};
 use crate::api::ids::{REQUEST_ID, new_id};
 use crate::api::openapi::{AnthropicErrors, post_route};
 use crate::api::paths::documented;
@@ -379,11 +379,17 @@ impl Format for MessageFormat {
         Ok(events)
     }
 
-    fn on_error(&self, _: &Reply) -> impl FnOnce(&ApiError) -> Vec<MessageEvent> + Send + 'static {
-        |error: &ApiError| vec![MessageEvent::Error { error: error.anthropic().1 }]
+    const HAS_COMMENTS: bool = true;
+
+    fn on_error(_: &Self::Form, _: Head) -> Failed<Self> {
+        Box::new(|error: &ApiError| vec![MessageEvent::Error { error: error.anthropic().1 }])
     }
 
-    fn send(server: &Server, events: impl Stream<Item = MessageEvent> + Send + 'static) -> Response {
-        exchange::server_sent(server, events.map(|event| named_event(&event)))
+    fn send(
+        server: &Server,
+        comments: impl Stream<Item = String> + Send + 'static,
+        events: impl Stream<Item = MessageEvent> + Send + 'static,
+    ) -> Response {
+        exchange::server_sent(server, comments, events.map(|event| named_event(&event)))
     }
 }

@@ -50,6 +50,14 @@ pub struct AccessPolicy {
     pub requests_per_client: usize,
 }
 
+/// Schemes of the pages of programs that are built of web pages, such as Obsidian and Visual Studio Code. No web page has
+/// such an origin. Ollama admits these too.
+const APPS: [&str; 4] = ["app://", "tauri://", "vscode-file://", "vscode-webview://"];
+
+fn is_app(origin: &HeaderValue) -> bool {
+    origin.to_str().is_ok_and(|origin| APPS.iter().any(|scheme| origin.starts_with(scheme)))
+}
+
 impl Default for AccessPolicy {
     fn default() -> Self {
         Self { keys: Keys::default(), allowed_hosts: vec![], cors_origins: vec![], requests_per_client: 128 }
@@ -57,9 +65,9 @@ impl Default for AccessPolicy {
 }
 
 impl AccessPolicy {
-    /// The layer that answers preflights and adds CORS headers. `None` = no origin is allowed.
-    pub(in crate::api) fn cors(self: &Arc<Self>) -> Option<CorsLayer> {
-        if self.cors_origins.is_empty() {
+    /// The layer that answers preflights and adds CORS headers to a request of this origin. `None` = no origin is allowed.
+    pub(in crate::api) fn cors(self: &Arc<Self>, origin: Option<&HeaderValue>) -> Option<CorsLayer> {
+        if self.cors_origins.is_empty() && !origin.is_some_and(is_app) {
             return None;
         }
         let origins = if self.cors_origins.iter().any(|origin| origin == "*") {
@@ -83,7 +91,7 @@ impl AccessPolicy {
     fn lets_in(&self, origin: &HeaderValue) -> bool {
         let is =
             |allowed: &String| allowed == "*" || allowed.as_bytes().eq_ignore_ascii_case(origin.as_bytes());
-        self.cors_origins.iter().any(is)
+        self.cors_origins.iter().any(is) || is_app(origin)
     }
 
     /// The key that matched. `None` = the request needs no key.

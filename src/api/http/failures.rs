@@ -167,7 +167,7 @@ mod tests {
     async fn a_panic_within_a_stream_ends_it_with_an_error() {
         let (log, _here) = Log::begin();
         let lines = exchange::until_error(breaks(), exchange::failed_lines).map(exchange::line);
-        let response = exchange::server_sent(&server(), lines);
+        let response = exchange::server_sent(&server(), stream::empty(), lines);
         let body = response.into_body().collect().await.expect("a whole body").to_bytes();
         let body = std::str::from_utf8(&body).expect("UTF-8");
         let lines: Vec<&str> = body.split("\n\n").filter(|line| !line.is_empty()).collect();

@@ -47,12 +47,13 @@ impl Health {
     pub async fn proven(server: &Server) -> Self {
         let models = server.library().models();
         if !server.library().is_shared() {
-            return match server.library().first().engine() {
-                Some(engine) => proof(server, &models[0], &engine).await,
-                None => Health::Loading(models[0].loading()),
+            let (_, model) = &models[0];
+            return match model.engine() {
+                Some(engine) => proof(server, model, &engine).await,
+                None => Health::Loading(model.loading()),
             };
         }
-        let engines: Vec<_> = models.iter().filter_map(|model| Some((model, model.engine()?))).collect();
+        let engines: Vec<_> = models.iter().filter_map(|(_, model)| Some((model, model.engine()?))).collect();
         // The models share the device, so any of them proves it. An idle engine is not probed while another one computes:
         // its probe would wait for that.
         let is_busy = |engine: &EngineHandle| matches!(engine.signs().work, Some((DeviceTask::Step, _)));
@@ -71,9 +72,9 @@ impl Health {
 
     pub(in crate::api) fn of(server: &Server) -> Self {
         let models = server.library().models();
-        let of = |model: &Arc<Model>| Some(Self::of_engine(model, &model.engine()?));
+        let of = |(_, model): &(usize, Arc<Model>)| Some(Self::of_engine(model, &model.engine()?));
         match server.library().is_shared() {
-            false => of(&models[0]).unwrap_or_else(|| Health::Loading(models[0].loading())),
+            false => of(&models[0]).unwrap_or_else(|| Health::Loading(models[0].1.loading())),
             true => Self::of_all(server, models.iter().filter_map(of).collect()),
         }
     }

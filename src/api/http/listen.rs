@@ -123,11 +123,16 @@ impl Open {
     }
 }
 
+/// The next connection of any listener.
+async fn accept(listeners: &[TcpListener]) -> io::Result<(TcpStream, SocketAddr)> {
+    futures::future::select_all(listeners.iter().map(|listener| Box::pin(listener.accept()))).await.0
+}
+
 /// Serves connections until `stop`. Then it lets the requests in progress finish. Until they have finished, each new
 /// connection still gets one answer: the handlers refuse what is no longer possible, so a load balancer learns the reason.
 /// Dropping the future closes all connections. `count` counts the connections that have a place.
 pub(in crate::api) async fn listen(
-    listener: TcpListener,
+    listeners: Vec<TcpListener>,
     app: Router,
     options: Connections,
     count: &Open,
@@ -153,7 +158,7 @@ pub(in crate::api) async fn listen(
         }
         let next = async {
             let place = Arc::clone(&places).acquire_owned().await.expect("the semaphore is never closed");
-            (place, listener.accept().await)
+            (place, accept(&listeners).await)
         };
         let (place, accepted) = tokio::select! {
             biased;

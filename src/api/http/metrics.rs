@@ -124,7 +124,7 @@ macro_rules! families {
 fn exposition(server: &Server) -> String {
     let m = &server.metrics;
     let models = server.library().models();
-    let alone = (models.len() == 1).then(|| server.library().first().id());
+    let alone = (models.len() == 1).then(|| models[0].1.id());
     let mut out = Exposition { text: String::new(), alone, model: None, name: "" };
     out.family("unicorn_build_info", "gauge", "The version that runs; always 1.")
         .sample(&[("version", env!("CARGO_PKG_VERSION"))], 1);
@@ -184,16 +184,16 @@ fn exposition(server: &Server) -> String {
     ] {
         out.histogram(name, help, histogram);
     }
-    let engines = models.iter().enumerate().filter_map(|(index, model)| {
+    let engines = models.iter().filter_map(|(index, model)| {
         let service = model.service()?;
         let mut stats = service.engine().stats();
-        stats.waiting += server.library().waiting(index);
+        stats.waiting += server.library().waiting(*index);
         Some((model.id(), (service, stats)))
     });
     of_engines(&mut out, &engines.collect::<Vec<_>>());
-    let reports = models.iter().enumerate().filter_map(|(index, model)| {
+    let reports = models.iter().filter_map(|(index, model)| {
         // A model that left for another one has no memory.
-        let is_there = !server.library().is_shared() || server.library().stage(index) != Stage::Unloaded;
+        let is_there = !server.library().is_shared() || server.library().stage(*index) != Stage::Unloaded;
         let report = model.report().filter(|_| is_there)?;
         let live = (report.live)();
         Some((model.id(), Measured { report, live }))

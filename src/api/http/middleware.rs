@@ -70,7 +70,7 @@ pub(in crate::api) async fn cors(
     request: Request,
     next: Next,
 ) -> Response {
-    match server.access().cors() {
+    match server.access().cors(request.headers().get(header::ORIGIN)) {
         None => next.run(request).await,
         Some(cors) => match cors.layer(next).oneshot(request).await {
             Ok(response) => response,
@@ -122,9 +122,13 @@ pub(in crate::api) async fn authenticate(
     let (arrived, policy) = (Instant::now(), server.access());
     let peer = peer.map(|Extension(ConnectInfo(address))| address.ip());
     let connection = connection.map(|Extension(connection)| connection);
-    let id = match policy.check(request.method(), request.uri(), request.headers()) {
-        Ok(Some(key)) => server.identities.of_key(&key),
-        Ok(None) => server.identities.of_address(peer),
+    let (id, is_trusted) = match policy.check(request.method(), request.uri(), request.headers()) {
+        Ok(Some(key)) => (server.identities.of_key(&key), true),
+        Ok(None) => {
+            let is_here = peer.is_some_and(|address| address.to_canonical().is_loopback());
+            let is_page = request.headers().contains_key(header::ORIGIN);
+            (server.identities.of_address(peer), is_here && !is_page)
+        }
         Err(error) => {
             if error == ApiError::WrongKey {
                 let address = server.identities.of_address(peer);
@@ -140,7 +144,7 @@ pub(in crate::api) async fn authenticate(
         }
     };
     let takes_a_place = changes(request.method()) || is_kept(request.uri().path());
-    request.extensions_mut().insert(Client { id, connection, arrived });
+    request.extensions_mut().insert(Client { id, connection, arrived, is_trusted });
     if !takes_a_place {
         return next.run(request).await;
     }

@@ -190,7 +190,7 @@ pub(in crate::api) async fn status(State(server): State<Arc<Server>>) -> Json<St
     let m = &server.metrics;
     let [prompt, cached, generated] = m.tokens();
     let (name, message) = Health::of(&server).report();
-    let model = server.library().first();
+    let (_, model) = server.library().first();
     let handle = model.engine();
     let engine = handle.as_ref().map(|engine| (engine.stats(), engine.limits()));
     let (stats, limits) =
@@ -278,14 +278,13 @@ pub(in crate::api) async fn status(State(server): State<Arc<Server>>) -> Json<St
 fn listed(server: &Server) -> Option<Vec<StatusListed>> {
     let library = server.library();
     let held = library.held()?;
-    let models = library.models().iter().zip(held).enumerate();
-    let listed = models.map(|(index, (model, bytes))| {
+    let listed = library.models().into_iter().map(|(index, model)| {
         let engine = model.engine();
         let stats = engine.as_ref().map(|engine| engine.stats());
         StatusListed {
             id: model.id().to_owned(),
             state: library.stage(index).into(),
-            bytes,
+            bytes: held[index],
             context: engine.as_ref().map(|engine| engine.limits().max_context),
             waiting: library.waiting(index) + stats.map_or(0, |stats| stats.waiting),
             running: stats.map_or(0, |stats| stats.running),

@@ -12,7 +12,7 @@ use utoipa::ToSchema;
 
 use super::fields::AnswerForm;
 use crate::api::error::ApiError;
-use crate::api::exchange::{self, Format, Parsed, Prompts, Reply, json_text};
+use crate::api::exchange::{self, Failed, Format, Head, Parsed, Prompts, Reply, json_text};
 use crate::api::openai::logprobs::TokenLogprob;
 use crate::api::server::Server;
 use crate::api::tools::PartialCall;
@@ -340,11 +340,18 @@ impl<R: Route> Format for AnswerFormat<R> {
         (reply.count == 0).then(line).into_iter().collect()
     }
 
-    fn on_error(&self, _: &Reply) -> impl FnOnce(&ApiError) -> Vec<String> + Send + 'static {
-        |error: &ApiError| vec![json_text(&error.ollama().1)]
+    /// Lines of JSON have no comments.
+    const HAS_COMMENTS: bool = false;
+
+    fn on_error(_: &Self::Form, _: Head) -> Failed<Self> {
+        Box::new(|error: &ApiError| vec![json_text(&error.ollama().1)])
     }
 
-    fn send(_: &Server, lines: impl Stream<Item = String> + Send + 'static) -> Response {
+    fn send(
+        _: &Server,
+        _: impl Stream<Item = String> + Send + 'static,
+        lines: impl Stream<Item = String> + Send + 'static,
+    ) -> Response {
         exchange::lines(lines)
     }
 }

@@ -11,6 +11,7 @@ pub(in crate::api) mod embed;
 pub(in crate::api) mod fields;
 pub(in crate::api) mod generate;
 pub(in crate::api) mod models;
+pub(in crate::api) mod store;
 
 use axum::body::Body;
 use axum::extract::Request;

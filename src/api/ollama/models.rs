@@ -1,4 +1,4 @@
-//! The lists of models, and what is known of each: `/api/version`, `/api/tags`, `/api/ps` and `/api/show`.
+//! The lists of models, and what is known of each: `/api/version`, `/api/status`, `/api/tags`, `/api/ps` and `/api/show`.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -6,7 +6,6 @@ use std::time::{Duration, SystemTime};
 
 use axum::Json;
 use axum::extract::State;
-use axum::response::{IntoResponse as _, Response};
 use serde::Deserialize;
 use serde_json::{Value, json};
 use utoipa::ToSchema;
@@ -19,7 +18,6 @@ use crate::api::openapi::{OllamaAuthErrors, OllamaErrors, post_route};
 use crate::api::server::Server;
 use crate::api::wire;
 use crate::api::wire::reply::replies;
-use crate::api::wire::union::Lines;
 use crate::engine::EngineState;
 use crate::library::{Model, ModelCard, Stage};
 
@@ -32,6 +30,16 @@ replies! {
     pub(in crate::api) struct OllamaVersion {
         /// The version of Ollama whose API this server has.
         version: &'static str,
+    }
+
+    pub(in crate::api) struct OllamaStatus {
+        cloud: OllamaCloud,
+    }
+
+    /// Ollama's own service for models that no machine of the user runs.
+    struct OllamaCloud {
+        /// Always true.
+        disabled: bool,
     }
 
     pub(in crate::api) struct OllamaModels {
@@ -111,52 +119,6 @@ pub(in crate::api) struct OllamaShowRequest {
     name: Option<String>,
 }
 
-/// The body of `/api/pull`.
-#[derive(Debug, Deserialize, ToSchema)]
-pub(in crate::api) struct OllamaPullRequest {
-    /// A name that `/api/tags` lists; if absent or empty, the first model.
-    model: Option<String>,
-    /// The older name of `model`.
-    name: Option<String>,
-    /// Whether the answer is a line of a stream; true by default.
-    stream: Option<bool>,
-}
-
-replies! {
-    pub(in crate::api) struct OllamaPulled {
-        /// Always `success`.
-        status: &'static str,
-    }
-}
-
-type OllamaPullLines = Lines<OllamaPulled>;
-
-post_route! {
-    /// Succeeds if the model is served, in Ollama's format. The server downloads no model: the error says what does.
-    "/api/pull", "ollamaPull", "Ollama",
-    OllamaPullRequest => (
-        description = "The model is served.",
-        content((OllamaPulled = "application/json"), (inline(OllamaPullLines) = "application/x-ndjson")),
-    ), OllamaErrors,
-    pull(server, client: Client, body) -> Response {
-        let read = exchange::process_body(&server, &client, body, |server, body| {
-            let OllamaPullRequest { model, name, stream } = wire::body(body)?;
-            let model = wire::named(model.or(name));
-            server.served(model.as_deref()).map_err(|error| match error {
-                ApiError::UnknownModel { asked, .. } => ApiError::NotPulled { asked },
-                other => other,
-            })?;
-            Ok(stream.unwrap_or(true))
-        });
-        let (_, stream) = read.await?;
-        let pulled = OllamaPulled { status: "success" };
-        Ok(match stream {
-            true => exchange::lines(futures::stream::iter([exchange::json_text(&pulled)])),
-            false => Json(pulled).into_response(),
-        })
-    }
-}
-
 /// Returns the version of Ollama's API.
 #[utoipa::path(
     get,
@@ -169,6 +131,18 @@ pub(in crate::api) async fn version() -> Json<OllamaVersion> {
     Json(OllamaVersion { version: VERSION })
 }
 
+/// Says that the server has no models of Ollama's cloud.
+#[utoipa::path(
+    get,
+    path = "/api/status",
+    operation_id = "ollamaStatus",
+    tag = "Ollama",
+    responses((status = 200, description = "The status.", body = OllamaStatus), OllamaAuthErrors),
+)]
+pub(in crate::api) async fn status() -> Json<OllamaStatus> {
+    Json(OllamaStatus { cloud: OllamaCloud { disabled: true } })
+}
+
 /// Lists the models, in Ollama's format.
 #[utoipa::path(
     get,
@@ -179,7 +153,7 @@ pub(in crate::api) async fn version() -> Json<OllamaVersion> {
 )]
 pub(in crate::api) async fn tags(State(server): State<Arc<Server>>) -> Result<Json<OllamaModels>, ApiError> {
     let models = server.library().models();
-    let listed = models.iter().filter_map(|model| Some((model, model.card()?)));
+    let listed = models.iter().filter_map(|(_, model)| Some((model, model.card()?)));
     let named = listed.flat_map(|(model, card)| {
         model.names().map(move |name| OllamaModel {
             name: tagged(name),
@@ -205,7 +179,7 @@ pub(in crate::api) async fn tags(State(server): State<Arc<Server>>) -> Result<Js
 )]
 pub(in crate::api) async fn running(State(server): State<Arc<Server>>) -> Json<OllamaRunning> {
     let library = server.library();
-    let running = library.models().iter().enumerate().filter_map(|(index, model)| {
+    let running = library.models().into_iter().filter_map(|(index, model)| {
         let (card, engine) = (model.card()?, model.engine()?);
         let is_loaded = library.stage(index) == Stage::Loaded && engine.state() == EngineState::Ready;
         is_loaded.then(|| OllamaRunningModel {
@@ -213,7 +187,7 @@ pub(in crate::api) async fn running(State(server): State<Arc<Server>>) -> Json<O
             model: tagged(model.id()),
             size: card.bytes,
             digest: card.digest.clone(),
-            details: details(model, card),
+            details: details(&model, card),
             expires_at: date_after(engine.kept_for().unwrap_or(FOREVER)),
             size_vram: model.report().map_or(0, |report| report.bytes()),
             context_length: engine.limits().max_context,
@@ -232,7 +206,7 @@ post_route! {
             server.served(wire::named(model.or(name)).as_deref())
         });
         let (_, index) = read.await?;
-        let model = &server.library().models()[index];
+        let model = &server.library().model(index);
         let card = model.card().ok_or(ApiError::Loading)?;
         let details = details(model, card);
         let arch = &card.architecture;

@@ -9,7 +9,7 @@ use utoipa::ToSchema;
 
 use crate::api::error::ApiError;
 use crate::api::exchange::{
-    self, FinishReason, Format, Head, Parsed, Prompts, Reply, TimingsReport, Usage, json_text,
+    self, FinishReason, Failed, Format, Head, Parsed, Prompts, Reply, TimingsReport, Usage, json_text,
 };
 use crate::api::ids::new_id;
 use crate::api::openai::conversation::{ChatMessages, TemplateFields, messages};
@@ -434,11 +434,17 @@ impl Format for Chat {
         exchange::done()
     }
 
-    fn on_error(&self, _: &Reply) -> impl FnOnce(&ApiError) -> Vec<String> + Send + 'static {
-        exchange::failed_lines
+    const HAS_COMMENTS: bool = true;
+
+    fn on_error(_: &Self::Form, _: Head) -> Failed<Self> {
+        Box::new(exchange::failed_lines)
     }
 
-    fn send(server: &Server, lines: impl Stream<Item = String> + Send + 'static) -> Response {
-        exchange::server_sent(server, lines.map(exchange::line))
+    fn send(
+        server: &Server,
+        comments: impl Stream<Item = String> + Send + 'static,
+        lines: impl Stream<Item = String> + Send + 'static,
+    ) -> Response {
+        exchange::server_sent(server, comments, lines.map(exchange::line))
     }
 }

@@ -15,7 +15,7 @@ use crate::api::server::Server;
 use crate::api::wire::reply::{ListName, replies};
 use crate::api::wire::union::words;
 use crate::engine::EngineHandle;
-use crate::library::Stage;
+use crate::library::{self, Stage};
 
 /// Parameters of chat completions besides the messages, as OpenRouter's list of models names them.
 pub const SUPPORTED_PARAMETERS: [&str; 22] = [
@@ -80,8 +80,9 @@ pub(in crate::api) async fn model(
     let Path(id) = id.map_err(|_| ApiError::invalid("model", "expected an id in UTF-8"))?;
     let index = server.served(Some(&id))?;
     // Any name may be allowed. A name that is in no list means the id.
-    let name = server.listed(&id).map_or(server.library().models()[index].id(), |(_, name)| name);
-    Ok(Json(Model::of(&server, index, name)))
+    let model = server.library().model(index);
+    let name = server.listed(&id).map_or(model.id(), |(_, name)| name);
+    Ok(Json(Model::of(&server, index, &model, name)))
 }
 
 words! {
@@ -191,8 +192,10 @@ replies! {
 
 impl ModelList {
     pub fn of(server: &Server) -> Self {
-        let models = server.library().models().iter().enumerate();
-        let named = models.flat_map(|(i, model)| model.names().map(move |name| Model::of(server, i, name)));
+        let models = server.library().models();
+        let named = models
+            .iter()
+            .flat_map(|(index, model)| model.names().map(move |name| Model::of(server, *index, model, name)));
         let data: Vec<Model> = named.collect();
         let [first_id, last_id] = [data.first(), data.last()].map(|model| Some(model?.id.clone()));
         Self { object: ListName::List, data, models: Vec::new(), has_more: false, first_id, last_id }
@@ -200,8 +203,7 @@ impl ModelList {
 }
 
 impl Model {
-    fn of(server: &Server, index: usize, name: &str) -> Self {
-        let model = &server.library().models()[index];
+    fn of(server: &Server, index: usize, model: &library::Model, name: &str) -> Self {
         let engine = model.engine();
         let limits = engine.as_ref().map(EngineHandle::limits);
         let context = limits.map(|limits| limits.max_context);

@@ -9,7 +9,7 @@ mod input;
 use std::fmt::Write as _;
 use std::io::IsTerminal;
 
-use super::args;
+use super::args::Sampling;
 use super::error::Error;
 use super::generate::{answer, request, runtime};
 use super::load::{self, EndEngine};
@@ -23,25 +23,64 @@ use crate::text::Message;
 use command::{Command, HELP};
 use input::{Input, Typed};
 
-/// Reads a message, answers it, and repeats until the input ends.
-pub fn chat(config: &Config, args: args::Chat) -> Result<(), Error> {
-    let args::Chat { sampling, no_history, .. } = args;
+/// The other side of a conversation.
+pub trait Partner {
+    /// The model's name.
+    fn model(&self) -> &str;
+
+    /// Prints the answer to the last of `turns`, and returns its text. `interrupt` stops the answer; then the text until now
+    /// is returned.
+    fn answer(
+        &mut self,
+        sampling: &Sampling,
+        turns: &[Message],
+        interrupt: impl Future<Output = std::io::Result<()>>,
+    ) -> Result<String, Error>;
+
+    /// Whether no answer can follow after this error.
+    fn ends_with(&self, error: &Error) -> bool;
+
+    /// How much of the context the conversation takes.
+    fn context(&self, sampling: &Sampling, turns: &[Message]) -> String;
+
+    fn defaults(&self) -> Defaults;
+}
+
+/// The sampling defaults of a model.
+#[derive(Debug, Clone, Copy)]
+pub struct Defaults {
+    pub temperature: f32,
+    pub top_p: f32,
+    pub top_k: u32,
+    pub min_p: f32,
+}
+
+/// Loads the configured model, and talks to it.
+pub fn chat(config: &Config, sampling: Sampling, with_history: bool) -> Result<(), Error> {
     request(&sampling)?; // reports wrong options before the model is loaded
     let files = load::files(&config.model)?;
-    let is_terminal = std::io::stdin().is_terminal();
-    // The line editor must be created before other code registers a handler for SIGINT. The editor replaces earlier
-    // handlers; the others are called in addition to it.
-    let mut input = if is_terminal { Input::terminal(!no_history)? } else { Input::Piped };
+    let input = input(with_history)?;
     let loading = EraseOnInterrupt::watch(None);
     let service = load::service(&files, config)?;
     drop(loading);
     let _end = EndEngine(service.engine().clone());
-    let runtime = runtime()?;
-    let mut chat = Chat { service, model: load::model_id(&files, config), sampling, turns: Vec::new() };
+    converse(Here { service, model: load::model_id(&files, config), runtime: runtime()? }, input, sampling)
+}
+
+/// The messages of a person. They must be created before other code registers a handler for SIGINT: the line editor replaces
+/// earlier handlers, and others are called in addition to it.
+pub fn input(with_history: bool) -> Result<Input, Error> {
+    if std::io::stdin().is_terminal() { Input::terminal(with_history) } else { Ok(Input::Piped) }
+}
+
+/// Reads a message, answers it, and repeats until the input ends.
+pub fn converse(partner: impl Partner, mut input: Input, sampling: Sampling) -> Result<(), Error> {
+    let is_terminal = matches!(input, Input::Terminal(_));
+    let mut chat = Chat { partner, sampling, turns: Vec::new() };
     if is_terminal {
         note(format_args!(
             "{}. Ctrl-C stops an answer, Ctrl-D leaves, /help lists the commands.",
-            chat.model
+            chat.partner.model()
         ));
     }
     loop {
@@ -66,14 +105,11 @@ pub fn chat(config: &Config, args: args::Chat) -> Result<(), Error> {
                         false => std::future::pending().await,
                     }
                 };
-                match runtime.block_on(answer(&chat.service, &chat.request()?, interrupt)) {
+                match chat.partner.answer(&chat.sampling, &chat.turns, interrupt) {
                     // The answer was stopped before its first text, so the question is removed from the conversation.
                     Ok(text) if text.is_empty() => drop(chat.turns.pop()),
                     Ok(text) => chat.turns.push(Message::new("assistant", &text)),
-                    Err(
-                        error @ (Error::Engine(EngineError::Lost(_) | EngineError::Bug(_))
-                        | Error::Submit(SubmitError::Engine(_))),
-                    ) => return Err(error),
+                    Err(error) if chat.partner.ends_with(&error) => return Err(error),
                     Err(error) => {
                         chat.turns.pop();
                         say(format_args!("error: {error} (/new starts a new conversation)"));
@@ -96,22 +132,71 @@ pub fn chat(config: &Config, args: args::Chat) -> Result<(), Error> {
     }
 }
 
-/// A conversation, and what is needed to answer it.
-struct Chat {
+/// A model that this process has loaded.
+struct Here {
     service: Service,
     model: String,
-    sampling: args::Sampling,
+    runtime: tokio::runtime::Runtime,
+}
+
+impl Here {
+    fn request(sampling: &Sampling, turns: &[Message]) -> Result<GenerateRequest, Error> {
+        let mut request = request(sampling)?;
+        request.messages.extend(turns.iter().cloned());
+        Ok(request)
+    }
+}
+
+impl Partner for Here {
+    fn model(&self) -> &str {
+        &self.model
+    }
+
+    fn answer(
+        &mut self,
+        sampling: &Sampling,
+        turns: &[Message],
+        interrupt: impl Future<Output = std::io::Result<()>>,
+    ) -> Result<String, Error> {
+        let request = Self::request(sampling, turns)?;
+        self.runtime.block_on(answer(&self.service, &request, interrupt))
+    }
+
+    fn ends_with(&self, error: &Error) -> bool {
+        matches!(
+            error,
+            Error::Engine(EngineError::Lost(_) | EngineError::Bug(_)) | Error::Submit(SubmitError::Engine(_))
+        )
+    }
+
+    /// The tokens of the conversation, including the start of the next turn.
+    fn context(&self, sampling: &Sampling, turns: &[Message]) -> String {
+        let request = Self::request(sampling, turns).ok().filter(|request| !request.messages.is_empty());
+        let ids = request.and_then(|request| self.service.conversation(&request).ok());
+        let context = self.service.engine().limits().max_context;
+        format!("{} of {context} tokens", ids.map_or(0, |ids| ids.len()))
+    }
+
+    fn defaults(&self) -> Defaults {
+        let params = self.service.sampling_params(&Default::default());
+        Defaults {
+            temperature: params.temperature,
+            top_p: params.top_p,
+            top_k: params.top_k,
+            min_p: params.min_p,
+        }
+    }
+}
+
+/// A conversation.
+struct Chat<P> {
+    partner: P,
+    sampling: Sampling,
     /// The messages of user and assistant, alternating.
     turns: Vec<Message>,
 }
 
-impl Chat {
-    fn request(&self) -> Result<GenerateRequest, Error> {
-        let mut request = request(&self.sampling)?;
-        request.messages.extend(self.turns.iter().cloned());
-        Ok(request)
-    }
-
+impl<P: Partner> Chat<P> {
     fn execute(&mut self, command: Command) {
         match command {
             Command::Help => note(HELP),
@@ -137,9 +222,8 @@ impl Chat {
     }
 
     fn show(&self) -> String {
-        let mut text = format!("{:<12} {}\n", "model", self.model);
-        let context = self.service.engine().limits().max_context;
-        let _ = writeln!(text, "{:<12} {} of {context} tokens", "context", self.used());
+        let mut text = format!("{:<12} {}\n", "model", self.partner.model());
+        let _ = writeln!(text, "{:<12} {}", "context", self.partner.context(&self.sampling, &self.turns));
         for name in command::PARAMETERS {
             let _ = writeln!(text, "{}", self.parameter(name));
         }
@@ -148,23 +232,21 @@ impl Chat {
         text
     }
 
-    /// The number of tokens of the conversation, including the start of the next turn.
-    fn used(&self) -> usize {
-        let request = self.request().ok().filter(|request| !request.messages.is_empty());
-        request.and_then(|request| self.service.conversation(&request).ok()).map_or(0, |ids| ids.len())
-    }
-
     /// A line with the value of a parameter.
     fn parameter(&self, name: &str) -> String {
         let set = &self.sampling;
-        let params = self.service.sampling_params(&set.options());
+        let defaults = self.partner.defaults();
+        let temperature = set.temperature.unwrap_or(defaults.temperature);
+        let top_p = set.top_p.unwrap_or(defaults.top_p);
+        let top_k = set.top_k.unwrap_or(defaults.top_k);
+        let min_p = set.min_p.unwrap_or(defaults.min_p);
         let default = |is_set: bool| if is_set { "" } else { " (default)" };
         let off = |value: String, is_off: bool| if is_off { format!("{value}, off") } else { value };
         let value = match name {
-            "temperature" => format!("{}{}", params.temperature, default(set.temperature.is_some())),
-            "top_p" => off(params.top_p.to_string(), params.top_p == 1.0) + default(set.top_p.is_some()),
-            "top_k" => off(params.top_k.to_string(), params.top_k == 0) + default(set.top_k.is_some()),
-            "min_p" => off(params.min_p.to_string(), params.min_p == 0.0) + default(set.min_p.is_some()),
+            "temperature" => format!("{temperature}{}", default(set.temperature.is_some())),
+            "top_p" => off(top_p.to_string(), top_p == 1.0) + default(set.top_p.is_some()),
+            "top_k" => off(top_k.to_string(), top_k == 0) + default(set.top_k.is_some()),
+            "min_p" => off(min_p.to_string(), min_p == 0.0) + default(set.min_p.is_some()),
             "seed" => set.seed.map_or("random for each answer".into(), |seed| seed.to_string()),
             "max_tokens" => set.max_tokens.map_or("limited only by the context".into(), |n| n.to_string()),
             "stop" if set.stop.is_empty() => "none".into(),

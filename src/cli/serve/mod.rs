@@ -10,7 +10,7 @@ mod systemd;
 
 use std::net::SocketAddr;
 use std::path::Path;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -24,7 +24,7 @@ use tokio::sync::{Notify, oneshot};
 use self::auth::{access_policy, check_keyless, is_public};
 use self::courtesy::CourtesyWatch;
 pub use self::models::check as check_models;
-use self::models::{Loads, ModelLoader, Shared};
+use self::models::{Catalogue, Loads, ModelLoader, Shared};
 pub use self::reload::Reload;
 use self::reload::Running;
 use super::error::Error;
@@ -77,9 +77,15 @@ pub fn serve(config: &Config, root: Option<&Path>, reload: Reload, log_filter: S
     let courtesy = CourtesyWatch::new(config.engine.courtesy);
     let loads = Loads::default();
     let lease = models::is_of_several(config).then(Arc::default);
-    let shared = Shared { root, courtesy: courtesy.clone(), log_filter, loads: loads.clone(), lease };
-    let (library, loaders) = models::library(config, &shared)?;
-    let names: Vec<&str> = library.models().iter().map(|model| model.id()).collect();
+    let shared = Shared {
+        root: root.map(Path::to_path_buf),
+        courtesy: courtesy.clone(),
+        log_filter: Mutex::new(log_filter),
+        loads: loads.clone(),
+        lease,
+    };
+    let (library, catalogue) = models::library(config, shared)?;
+    let names: Vec<String> = library.models().iter().map(|(_, model)| model.id().to_owned()).collect();
     let names = names.join(", ");
     let options = Options {
         max_body_bytes: config.server.max_body_bytes,
@@ -112,6 +118,12 @@ pub fn serve(config: &Config, root: Option<&Path>, reload: Reload, log_filter: S
             None => bind(&config.server.host, config.server.port).await?,
         };
         let address = listener.local_addr().map_err(Error::Serve)?;
+        let mut listeners = vec![listener];
+        if let Some(port) = config.server.ollama_port {
+            let second = bind(&config.server.host, port).await?;
+            check_keyless(second.local_addr().map_err(Error::Serve)?, keyless, &config.server)?;
+            listeners.push(second);
+        }
         let base = format!("{scheme}://{address}/v1");
         check_keyless(address, keyless, &config.server)?;
         if is_public(address) && scheme == "http" {
@@ -122,12 +134,15 @@ pub fn serve(config: &Config, root: Option<&Path>, reload: Reload, log_filter: S
         let (what, state) =
             if server.library().is_shared() { ("models", "each is loaded for its first request") } else { ("model", "loading") };
         tracing::info!("listening on {base}, {what} {names:?}; {state}");
+        if let Some(port) = config.server.ollama_port {
+            tracing::info!("listening on port {port} too, for clients of Ollama");
+        }
 
         // Receives the only model, once it is loaded.
         let loaded = match server.library().is_shared() {
             true => None,
             false => {
-                let (thread, loaded) = load_in_thread(&loaders[0])?;
+                let (thread, loaded) = load_in_thread(&catalogue.loaders()[0])?;
                 load = Some(thread);
                 Some(loaded)
             }
@@ -138,7 +153,7 @@ pub fn serve(config: &Config, root: Option<&Path>, reload: Reload, log_filter: S
             tls: connections.tls.clone(),
             address,
             reload,
-            observers: loaders.iter().map(|loader| loader.observer.clone()).collect(),
+            catalogue: Arc::clone(&catalogue),
             courtesy,
         };
         tokio::spawn(running.reload_on(hangup));
@@ -154,14 +169,14 @@ pub fn serve(config: &Config, root: Option<&Path>, reload: Reload, log_filter: S
                     _ = stop.clone() => return,
                 }
             }
-            api::serve(listener, Arc::clone(&server), connections, stop).await
+            api::serve(listeners, Arc::clone(&server), connections, stop).await
         };
-        let doing = || loaders.iter().find_map(|loader| loader.model.loading());
+        let doing = || catalogue.loaders().iter().find_map(|loader| loader.model.loading());
         let loading = async {
             let at_start = async {
                 match loaded {
                     Some(loaded) => take_only(loaded, &server, lose).await,
-                    None => preload(config, &loaders, &server).await,
+                    None => preload(config, &catalogue, &server).await,
                 }
             };
             let started = tokio::select! {
@@ -170,7 +185,7 @@ pub fn serve(config: &Config, root: Option<&Path>, reload: Reload, log_filter: S
             };
             match started {
                 Ok(()) => {
-                    let engine = server.library().first().engine();
+                    let engine = server.library().first().1.engine();
                     let context = engine.filter(|_| !server.library().is_shared());
                     let context = context.map(|engine| format!(", context {} tokens", engine.limits().max_context));
                     tracing::info!("ready: {base}{}", context.unwrap_or_default());
@@ -242,7 +257,7 @@ type LoadedOnly = oneshot::Receiver<Result<(), Error>>;
 async fn take_only(loaded: LoadedOnly, server: &Server, lose: oneshot::Sender<()>) -> Result<(), Error> {
     loaded.await.map_err(|_| Error::LoadPanicked)??;
     server.library().fit_queue();
-    let service = server.library().first().service().expect("the model is loaded");
+    let service = server.library().first().1.service().expect("the model is loaded");
     watch_engine(service.engine().clone(), lose).map_err(Error::Runtime)?;
     // Runs in parallel with the first answers, so that the first request with a schema does not wait.
     let prepare = std::thread::Builder::new().name("grammars".into());
@@ -252,9 +267,9 @@ async fn take_only(loaded: LoadedOnly, server: &Server, lose: oneshot::Sender<()
 }
 
 /// Reads what lists say about each of several models, and loads those that are configured so.
-async fn preload(config: &Config, loaders: &[Arc<ModelLoader>], server: &Server) -> Result<(), Error> {
-    for (index, loader) in loaders.iter().enumerate() {
-        let reading = Arc::clone(loader);
+async fn preload(config: &Config, catalogue: &Catalogue, server: &Server) -> Result<(), Error> {
+    for (index, loader) in catalogue.loaders().into_iter().enumerate() {
+        let reading = Arc::clone(&loader);
         let read = tokio::task::spawn_blocking(move || reading.read_card()).await;
         match read.map_err(|_| Error::LoadPanicked)? {
             Err(error) if index < config.models.serve.len() => return Err(error),
@@ -416,7 +431,7 @@ fn stop(
         loads.cancel();
         tokio::spawn(async move {
             either(&mut interrupt, &mut terminate).await;
-            let only = server.library().first().engine().filter(|_| !server.library().is_shared());
+            let only = server.library().first().1.engine().filter(|_| !server.library().is_shared());
             let ended = only.and_then(|engine| engine.ended());
             std::process::exit(ended.map_or(INTERRUPTED, |error| Error::from(error).exit_code()).into());
         });

@@ -1,9 +1,9 @@
 //! The models of a server: what it serves by its configuration, and how each is loaded.
 
 use std::collections::BTreeSet;
-use std::path::Path;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex};
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
 use super::courtesy::CourtesyWatch;
@@ -13,16 +13,28 @@ use crate::cli::doctor::Machine;
 use crate::cli::energy::Meter;
 use crate::cli::error::Error;
 use crate::cli::load::Texts;
-use crate::cli::{load, models, plan};
+use crate::cli::{load, models, names, plan};
 use crate::config::{Config, ServedModel};
 use crate::device::{DeviceFactory, Observer};
 use crate::engine::{EnergyCounter, Engine, EngineConfig, Lease};
-use crate::library::{Library, Loaded, Loader, Model, ModelNames, Turns};
-use crate::model::{Runner as _, arch};
+use crate::hub::{self, Cache, HubError, ModelName, Progress, Settings};
+use crate::library::{
+    Library, Listed, Loaded, Loader, Model, ModelNames, PullStep, Store, StoreError, Turns,
+};
+use crate::model::{Runner as _, SamplingOptions, arch};
+use crate::text::TemplateKwargs;
+
+/// How many models are pulled at the same time.
+const MOST_PULLS: usize = 2;
 
 /// Loads a model of the server.
 pub struct ModelLoader {
     pub model: Arc<Model>,
+    /// The entry of the configuration that it has, or would have.
+    served: ServedModel,
+    /// Where the files of a pulled model without an entry are.
+    pulled: Option<(Cache, ModelName)>,
+    is_alone: bool,
     config: Config,
     files: ModelFiles,
     machine: Machine,
@@ -65,50 +77,68 @@ impl Loads {
 }
 
 /// What all models of a server share.
-pub struct Shared<'a> {
-    pub root: Option<&'a Path>,
+pub struct Shared {
+    /// The folder below which the machine's energy counters are.
+    pub root: Option<PathBuf>,
     pub courtesy: CourtesyWatch,
-    pub log_filter: String,
+    pub log_filter: Mutex<String>,
     pub loads: Loads,
     /// The device, if there are several models.
     pub lease: Option<Arc<Lease>>,
 }
 
-impl Shared<'_> {
+/// One of several models that the configuration names, or that was pulled.
+struct Source {
+    served: ServedModel,
+    /// With the path of a pulled model in place of its name.
+    config: Config,
+    pulled: Option<(Cache, ModelName)>,
+    /// Whether no other file of the same repository was pulled, so that the repository's name means it.
+    is_alone: bool,
+}
+
+impl Shared {
     /// The loader of one of several models.
-    fn bounded(
-        &self,
-        config: Config,
-        aliases: Vec<String>,
-        is_pinned: bool,
-    ) -> Result<Arc<ModelLoader>, Error> {
-        let files = load::files(&config.model)?;
+    fn bounded(&self, source: Source) -> Result<Arc<ModelLoader>, Error> {
+        let files = load::files(&source.config.model)?;
         // The load may be hours away, so mistakes are found here.
+        template_kwargs(&source.served)?;
         let mut longest = arch::load(&files)?.0.max_position_embeddings;
-        if let Some(draft) = load::draft_files(&config)? {
+        if let Some(draft) = load::draft_files(&source.config)? {
             longest = longest.min(arch::load(&draft)?.0.max_position_embeddings);
         }
-        Ok(self.loader(config.with_bounded_context(longest), files, aliases, is_pinned))
+        let config = source.config.with_bounded_context(longest);
+        Ok(self.loader(Source { config, ..source }, files))
     }
 
-    fn loader(
-        &self,
-        config: Config,
-        files: ModelFiles,
-        aliases: Vec<String>,
-        is_pinned: bool,
-    ) -> Arc<ModelLoader> {
+    fn loader(&self, source: Source, files: ModelFiles) -> Arc<ModelLoader> {
+        let Source { served, config, pulled, is_alone } = source;
         let id = load::model_id(&files, &config);
         let any = config.server.any_model_name;
-        let model = Arc::new(Model::new(ModelNames { id, aliases, any }).pinned(is_pinned));
-        let observer = Observer::new(self.log_filter.clone());
+        let names = ModelNames { id, aliases: served.aliases.clone(), any };
+        let mut model = Model::new(names).pinned(served.pin);
+        if let Some((_, name)) = &pulled {
+            let name = name.clone();
+            model = model.meant_by(move |text| {
+                names::read_name(text).is_ok_and(|mut asked| {
+                    if is_alone && asked.file.is_none() {
+                        asked.file.clone_from(&name.file);
+                    }
+                    hub::is_meant(&name, &asked)
+                })
+            });
+        }
+        let observer = Observer::new(self.log_filter.lock().expect("nothing panics under this lock").clone());
         let of_model = observer.clone();
         model.set_load(move || of_model.loading());
         Arc::new(ModelLoader {
-            model,
+            model: Arc::new(model),
+            served,
+            pulled,
+            is_alone,
             config,
             files,
-            machine: Machine::new(self.root),
+            machine: Machine::new(self.root.as_deref()),
             courtesy: self.courtesy.clone(),
             observer,
             loads: self.loads.clone(),
@@ -117,23 +147,74 @@ impl Shared<'_> {
     }
 }
 
-/// The library of a server with this configuration, and the loaders of its models in their order.
-pub fn library(config: &Config, shared: &Shared<'_>) -> Result<(Library, Vec<Arc<ModelLoader>>), Error> {
-    if !is_of_several(config) {
-        let files = load::files(&config.model)?;
-        let loader = shared.loader(config.clone(), files, config.server.model_aliases.clone(), false);
-        return Ok((Library::of_one(Arc::clone(&loader.model), config.server.any_model_name), vec![loader]));
+/// The list of a server's models, which changes when the configuration is read again, and when a model is pulled or
+/// deleted.
+pub struct Catalogue {
+    shared: Shared,
+    /// The options of the start, except for the list of models, which is the present one.
+    config: Mutex<Config>,
+    /// The present models, each with its number in the library.
+    list: Mutex<Vec<(usize, Arc<ModelLoader>)>>,
+    /// How many models are being pulled.
+    pulls: AtomicUsize,
+}
+
+/// The library of a server with this configuration, and its list.
+pub fn library(config: &Config, shared: Shared) -> Result<(Library, Arc<Catalogue>), Error> {
+    let is_of_several = is_of_several(config);
+    let loaders = match is_of_several {
+        true => loaders(config, &shared, &[])?,
+        false => {
+            let files = load::files(&config.model)?;
+            let served =
+                ServedModel { aliases: config.server.model_aliases.clone(), ..ServedModel::default() };
+            let source = Source { served, config: config.clone(), pulled: None, is_alone: false };
+            vec![shared.loader(source, files)]
+        }
+    };
+    let of_library = loaders.iter().map(|loader| -> (Arc<Model>, Box<dyn Loader>) {
+        (Arc::clone(&loader.model), Box::new(Arc::clone(loader)))
+    });
+    let any_name = config.server.any_model_name;
+    let library = match is_of_several {
+        true => Library::of_several(of_library, any_name, Turns::default()),
+        false => Library::of_one(Arc::clone(&loaders[0].model), any_name),
+    };
+    let catalogue = Arc::new(Catalogue {
+        shared,
+        config: Mutex::new(config.clone()),
+        list: Mutex::new(loaders.into_iter().enumerate().collect()),
+        pulls: AtomicUsize::new(0),
+    });
+    let library = match config.models.pulled && is_of_several {
+        true => library.with_store(Arc::clone(&catalogue)),
+        false => library,
+    };
+    Ok((library, catalogue))
+}
+
+/// The loaders of all models of a server with several. One of `known` stays for an entry that did not change.
+fn loaders(
+    config: &Config,
+    shared: &Shared,
+    known: &[Arc<ModelLoader>],
+) -> Result<Vec<Arc<ModelLoader>>, Error> {
+    let mut loaders = Vec::new();
+    for source in listed(config)? {
+        loaders.push(match find(known, &source) {
+            Some(loader) => loader,
+            None => shared.bounded(source)?,
+        });
     }
-    let listed = several(config)?.into_iter();
-    let listed = listed.map(|(config, served)| shared.bounded(config, served.aliases.clone(), served.pin));
-    let mut loaders = listed.collect::<Result<Vec<_>, _>>()?;
     if config.models.pulled {
-        add_pulled(config, shared, &mut loaders);
+        add_pulled(config, shared, known, &mut loaders);
     }
     if loaders.is_empty() {
-        return Err(Error::Argument(
-            "models.pulled is set, but no model was pulled: `unicorn pull ORG/NAME` downloads one".into(),
-        ));
+        tracing::warn!("no model was pulled; `unicorn pull ORG/NAME` downloads one");
+        let served = ServedModel::default();
+        let config = config.of_model(&served).map_err(Error::Argument)?;
+        let demo = Source { served, config, pulled: None, is_alone: false };
+        loaders.push(find(known, &demo).map_or_else(|| shared.bounded(demo), Ok)?);
     }
     let mut names = BTreeSet::new();
     if let Some(name) =
@@ -143,11 +224,18 @@ pub fn library(config: &Config, shared: &Shared<'_>) -> Result<(Library, Vec<Arc
             "models.serve: two models have the name {name:?}; give one of them another `name`, or remove the alias"
         )));
     }
-    let models = loaders.iter().map(|loader| {
-        let of_library: Box<dyn Loader> = Box::new(Arc::clone(loader));
-        (Arc::clone(&loader.model), of_library)
-    });
-    Ok((Library::of_several(models, config.server.any_model_name, Turns::default()), loaders))
+    Ok(loaders)
+}
+
+/// The known loader of a model, if its entry and its files did not change.
+fn find(known: &[Arc<ModelLoader>], source: &Source) -> Option<Arc<ModelLoader>> {
+    // A model is loaded at the start only.
+    let key = |served: &ServedModel| ServedModel { preload: false, ..served.clone() };
+    let is_it = |loader: &&Arc<ModelLoader>| {
+        let is_same_entry = key(&loader.served) == key(&source.served);
+        is_same_entry && loader.config.model.path == source.config.model.path
+    };
+    known.iter().find(is_it).cloned()
 }
 
 /// Whether the configuration is of a server with several models.
@@ -156,13 +244,20 @@ pub fn is_of_several(config: &Config) -> bool {
 }
 
 /// Adds the pulled models that are not listed. Those that cannot be read are left out.
-fn add_pulled(config: &Config, shared: &Shared<'_>, loaders: &mut Vec<Arc<ModelLoader>>) {
+fn add_pulled(
+    config: &Config,
+    shared: &Shared,
+    known: &[Arc<ModelLoader>],
+    loaders: &mut Vec<Arc<ModelLoader>>,
+) {
     for cache in models::caches(config) {
         let list = cache.list().unwrap_or_else(|error| {
             tracing::warn!("the pulled models of {} are not served: {error}", cache.root().display());
             Vec::new()
         });
-        for pulled in list {
+        let is_servable =
+            |pulled: &&hub::Pulled| !matches!(pulled.format, hub::Format::Partial | hub::Format::Other);
+        for pulled in list.iter().filter(is_servable) {
             let (name, path) = (pulled.name.to_string(), pulled.path.display().to_string());
             let is_listed = |loader: &Arc<ModelLoader>| {
                 loader.config.model.path.as_ref() == Some(&path) || loader.model.is_called(&name)
@@ -170,9 +265,15 @@ fn add_pulled(config: &Config, shared: &Shared<'_>, loaders: &mut Vec<Arc<ModelL
             if loaders.iter().any(is_listed) {
                 continue;
             }
+            let is_alone = list.iter().filter(|other| other.name.repo == pulled.name.repo).count() == 1;
             let served = ServedModel { path, name: Some(name.clone()), ..ServedModel::default() };
-            let config = config.of_model(&served).map_err(Error::Argument);
-            match config.and_then(|config| shared.bounded(config, Vec::new(), false)) {
+            let loader = config.of_model(&served).map_err(Error::Argument).and_then(|config| {
+                let pulled = Some((cache.clone(), pulled.name.clone()));
+                let source = Source { served, config, pulled, is_alone };
+                let known = find(known, &source).filter(|loader| loader.is_alone == is_alone);
+                known.map_or_else(|| shared.bounded(source), Ok)
+            });
+            match loader {
                 Ok(loader) => loaders.push(loader),
                 Err(error) => tracing::warn!("the pulled model {name} is not served: {error}"),
             }
@@ -180,13 +281,13 @@ fn add_pulled(config: &Config, shared: &Shared<'_>, loaders: &mut Vec<Arc<ModelL
     }
 }
 
-/// The configuration of each of several models, with the path of a pulled model in place of its name.
-fn several(config: &Config) -> Result<Vec<(Config, &ServedModel)>, Error> {
+/// The models that the configuration lists.
+fn listed(config: &Config) -> Result<Vec<Source>, Error> {
     let each = config.models.serve.iter().enumerate().map(|(i, served)| {
         let at = |problem| Error::Argument(format!("models.serve, number {}: {problem}", i + 1));
         let mut config = config.of_model(served).map_err(at)?;
         models::locate_served(&mut config)?;
-        Ok((config, served))
+        Ok(Source { served: served.clone(), config, pulled: None, is_alone: false })
     });
     each.collect()
 }
@@ -196,13 +297,201 @@ pub fn check(config: &Config) -> Result<String, Error> {
     let shared = Shared {
         root: None,
         courtesy: CourtesyWatch::new(config.engine.courtesy),
-        log_filter: String::new(),
+        log_filter: Mutex::default(),
         loads: Loads::default(),
         lease: None,
     };
-    let (_, loaders) = library(config, &shared)?;
-    let names: Vec<&str> = loaders.iter().map(|loader| loader.model.id()).collect();
+    let (library, _) = library(config, shared)?;
+    let models = library.models();
+    let names: Vec<&str> = models.iter().map(|(_, model)| model.id()).collect();
     Ok(names.join(", "))
+}
+
+impl Catalogue {
+    fn list(&self) -> MutexGuard<'_, Vec<(usize, Arc<ModelLoader>)>> {
+        self.list.lock().expect("nothing panics under this lock")
+    }
+
+    fn config(&self) -> Config {
+        self.config.lock().expect("nothing panics under this lock").clone()
+    }
+
+    /// The loaders of the present models, in their order.
+    pub fn loaders(&self) -> Vec<Arc<ModelLoader>> {
+        self.list().iter().map(|(_, loader)| Arc::clone(loader)).collect()
+    }
+
+    /// The loader of the model with this number, if it is served.
+    fn loader(&self, index: usize) -> Option<Arc<ModelLoader>> {
+        self.list().iter().find(|(number, _)| *number == index).map(|(_, loader)| Arc::clone(loader))
+    }
+
+    /// Forwards the log filter to the device processes, also to those that are started later.
+    pub fn set_log_filter(&self, filter: &str) {
+        *self.shared.log_filter.lock().expect("nothing panics under this lock") = filter.to_owned();
+        self.loaders().iter().for_each(|loader| loader.observer.set_log_filter(filter.to_owned()));
+    }
+
+    /// Checks that the models of `config` can be served in place of the present ones.
+    pub fn check(&self, config: &Config) -> Result<(), Error> {
+        loaders(&self.config().with_list_of(config), &self.shared, &self.loaders()).map(drop)
+    }
+
+    /// Serves the models of `config` in place of the present ones. `None` = those of the present configuration, after a
+    /// change of the pulled models.
+    pub fn refresh(&self, library: &Library, config: Option<&Config>) -> Result<(), Error> {
+        let mut list = self.list();
+        let config = config.map_or_else(|| self.config(), |config| self.config().with_list_of(config));
+        let known: Vec<_> = list.iter().map(|(_, loader)| Arc::clone(loader)).collect();
+        let number = |loader: &Arc<ModelLoader>| {
+            list.iter().find(|(_, known)| Arc::ptr_eq(known, loader)).map(|(number, _)| *number)
+        };
+        let mut new = Vec::new();
+        for loader in loaders(&config, &self.shared, &known)? {
+            if number(&loader).is_none() {
+                match loader.read_card() {
+                    Err(error) if loader.pulled.is_none() => return Err(error),
+                    Err(error) => {
+                        tracing::warn!("{:?} cannot be served: {error}", loader.model.id());
+                        continue;
+                    }
+                    Ok(()) => tracing::info!("serving {:?}", loader.model.id()),
+                }
+            }
+            new.push(loader);
+        }
+        let listed = new.iter().map(|loader| match number(loader) {
+            Some(number) => Listed::Kept(number),
+            None => Listed::New(Arc::clone(&loader.model), Box::new(Arc::clone(loader))),
+        });
+        let numbers = library.replace(listed.collect());
+        *list = numbers.into_iter().zip(new).collect();
+        *self.config.lock().expect("nothing panics under this lock") = config;
+        Ok(())
+    }
+
+    fn pull(
+        &self,
+        library: &Library,
+        name: &str,
+        known: Option<usize>,
+        report: &mut dyn FnMut(PullStep<'_>) -> bool,
+    ) -> Result<(), StoreError> {
+        let known = known.and_then(|index| self.loader(index));
+        if known.as_ref().is_some_and(|loader| loader.pulled.is_none()) {
+            report(PullStep::List);
+            return Ok(()); // it is in the configuration
+        }
+        let name = names::read_name(name).map_err(|error| StoreError::Invalid(error.to_string()))?;
+        let failed = |error: Error| StoreError::Failed(error.to_string());
+        let settings = Settings::from_environment(|name| std::env::var_os(name));
+        let settings = settings.map_err(|error| failed(error.into()))?;
+        let cache = models::cache_to_pull_to(&self.config()).map_err(failed)?;
+        if !report(PullStep::List) {
+            return Err(HubError::Stopped { name }.into());
+        }
+        let mut file = None;
+        let pulled = match hub::pull(&settings, &cache, &name, &mut |progress| match progress {
+            Progress::Start { .. } => true,
+            Progress::File { path, digest, size } => {
+                file = Some((path.to_owned(), digest.to_owned(), size));
+                true
+            }
+            Progress::Done { of_file, .. } => match &file {
+                Some((path, digest, total)) => {
+                    report(PullStep::File { path, digest, total: *total, completed: of_file })
+                }
+                None => true,
+            },
+        }) {
+            Err(HubError::Unreachable { .. } | HubError::Offline { .. }) if known.is_some() => {
+                report(PullStep::Unreachable);
+                return Ok(());
+            }
+            pulled => pulled?,
+        };
+        report(PullStep::Add);
+        self.refresh(library, None).map_err(failed)?;
+        let path = pulled.display().to_string();
+        if self.loaders().iter().any(|loader| loader.config.model.path.as_ref() == Some(&path)) {
+            return Ok(());
+        }
+        // It is left out of the list. Reading it again says why.
+        let why = load::files_at(&pulled, &self.config().model).and_then(|files| Ok(arch::load(&files)?));
+        let why = why.err().map_or("the log says why".to_owned(), |error| error.to_string());
+        Err(StoreError::Conflict(format!("{name} was pulled, but it cannot be served: {why}")))
+    }
+}
+
+impl From<HubError> for StoreError {
+    fn from(error: HubError) -> Self {
+        let text = error.to_string();
+        match error {
+            HubError::Name(_) | HubError::Choose { .. } => Self::Invalid(text),
+            HubError::NoRepository { .. } | HubError::NoRevision { .. } | HubError::NoFile { .. } => {
+                Self::NotFound(text)
+            }
+            HubError::Space { .. } | HubError::Busy { .. } | HubError::NothingToServe { .. } => {
+                Self::Conflict(text)
+            }
+            _ => Self::Failed(text),
+        }
+    }
+}
+
+impl Store for Arc<Catalogue> {
+    fn pull(
+        &self,
+        library: &Library,
+        name: &str,
+        known: Option<usize>,
+        report: &mut dyn FnMut(PullStep<'_>) -> bool,
+    ) -> Result<(), StoreError> {
+        let others = self.pulls.fetch_add(1, Ordering::AcqRel);
+        let pulled = match others < MOST_PULLS {
+            true => Catalogue::pull(self, library, name, known, report),
+            false => Err(StoreError::Busy(others)),
+        };
+        self.pulls.fetch_sub(1, Ordering::AcqRel);
+        pulled
+    }
+
+    fn delete(&self, library: &Library, index: usize) -> Result<(), StoreError> {
+        let loader =
+            self.loader(index).ok_or_else(|| StoreError::NotFound("the model is no longer served".into()))?;
+        let Some((cache, name)) = &loader.pulled else {
+            return Err(StoreError::Conflict(format!(
+                "{:?} is in the configuration (models.serve), or part of the program: only pulled models can be deleted",
+                loader.model.id()
+            )));
+        };
+        if let Some(removal) = cache.removal(name)? {
+            removal.apply()?;
+            tracing::info!("deleted {name} in {}", cache.root().display());
+        }
+        self.refresh(library, None).map_err(|error| StoreError::Failed(error.to_string()))
+    }
+}
+
+/// The sampling options of an entry.
+fn sampling(served: &ServedModel) -> SamplingOptions {
+    let &ServedModel { temperature, top_p, top_k, min_p, repetition_penalty, .. } = served;
+    SamplingOptions {
+        temperature,
+        top_p,
+        top_k,
+        min_p,
+        repetition_penalty,
+        ..SamplingOptions::default()
+    }
+}
+
+/// The variables of the chat template of an entry.
+fn template_kwargs(served: &ServedModel) -> Result<TemplateKwargs, Error> {
+    let at = |problem: String| Error::Argument(format!("models.serve: template_kwargs: {problem}"));
+    let variables = serde_json::to_value(&served.template_kwargs).map_err(|error| at(error.to_string()))?;
+    let variables = variables.as_object().cloned().unwrap_or_default();
+    TemplateKwargs::new(variables).map_err(|name| at(format!("the server itself sets {name:?}")))
 }
 
 impl ModelLoader {
@@ -215,7 +504,8 @@ impl ModelLoader {
     fn texts(&self) -> Result<Texts, Error> {
         let (spec, generation) = arch::load(&self.files)?;
         let parser = self.config.model.tool_call_parser.as_deref();
-        let texts = load::texts(&self.files, spec, &generation, parser)?;
+        let mut texts = load::texts(&self.files, spec, &generation, parser)?;
+        texts.set_defaults(sampling(&self.served));
         if self.model.card().is_none() {
             self.model.set_card(card::card(&self.files, &texts)?);
         }
@@ -269,7 +559,8 @@ impl ModelLoader {
             engine_config,
         );
         courtesy.start(engine.clone());
-        Ok(Loaded { service: texts.service(engine, config), report })
+        let service = texts.service(engine, config).with_template_kwargs(template_kwargs(&self.served)?);
+        Ok(Loaded { service, report })
     }
 }
 

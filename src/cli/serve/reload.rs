@@ -1,7 +1,8 @@
 //! SIGHUP: a running server reads its configuration, keys and certificate again.
 //!
 //! If one of them is wrong, nothing changes, and the log shows the error. The log also names changed options that take
-//! effect only after a restart.
+//! effect only after a restart. A server with several models serves the new list of models: those whose entries did not
+//! change stay as they are.
 //!
 //! The files may be on a mount that does not answer. So a separate thread reads them, and the server stops waiting for
 //! it after a time limit. Each signal starts a new reading. The late result of an abandoned reading is discarded,
@@ -20,9 +21,9 @@ use super::super::configuration::Configured;
 use super::super::error::Error;
 use super::auth::{access_policy, check_keyless};
 use super::courtesy::CourtesyWatch;
+use super::models::{Catalogue, is_of_several};
 use crate::api::{AccessPolicy, Server, Tls};
 use crate::config::Config;
-use crate::device::Observer;
 
 /// How long the reading of all files may take.
 const READ_TIMEOUT: Duration = Duration::from_secs(10);
@@ -30,9 +31,11 @@ const READ_TIMEOUT: Duration = Duration::from_secs(10);
 const MAX_HUNG: usize = 8;
 
 /// Options that take effect in a running server; `config/default.toml` marks them.
-pub const LIVE: [&str; 10] = [
+pub const LIVE: [&str; 12] = [
     "engine.courtesy",
     "log.level",
+    "models.pulled",
+    "models.serve",
     "server.allow_keyless",
     "server.allowed_hosts",
     "server.api_key_file",
@@ -61,8 +64,7 @@ pub struct Running {
     /// The address that the server listens on.
     pub address: SocketAddr,
     pub reload: Reload,
-    /// Forward the log filter to the device processes.
-    pub observers: Vec<Observer>,
+    pub catalogue: Arc<Catalogue>,
     pub courtesy: CourtesyWatch,
 }
 
@@ -79,7 +81,9 @@ impl Running {
         let readings = Readings::default();
         while hangup.recv().await.is_some() {
             let (reread, has_tls) = (Arc::clone(&self.reload.reread), self.tls.is_some());
-            let new_files = readings.read(READ_TIMEOUT, move |step| read(&*reread, has_tls, step)).await;
+            let catalogue = self.server.library().is_shared().then(|| Arc::clone(&self.catalogue));
+            let read = move |step: &Step| read(&*reread, has_tls, catalogue.as_deref(), step);
+            let new_files = readings.read(READ_TIMEOUT, read).await;
             // A blocking thread, because the device process may be slow to accept its log filter.
             let reloaded = tokio::task::spawn_blocking(move || {
                 match new_files.and_then(|new_files| self.apply(new_files)) {
@@ -100,6 +104,10 @@ impl Running {
     fn apply(&mut self, new_files: NewFiles) -> Result<(), Error> {
         let NewFiles { configured: Configured { config, warnings, .. }, access, tls: renewed } = new_files;
         check_keyless(self.address, access.keys.is_empty(), &config.server)?;
+        let has_new_list = self.server.library().is_shared() && is_of_several(&config);
+        if has_new_list {
+            self.catalogue.refresh(self.server.library(), Some(&config))?;
+        }
         if let (Some(tls), Some(renewed)) = (&self.tls, &renewed) {
             tls.renew(renewed);
         }
@@ -107,12 +115,15 @@ impl Running {
         self.server.library().set_queue(config.server.queue);
         self.courtesy.set(config.engine.courtesy);
         let filter = (self.reload.set_log)(&config);
-        self.observers.iter().for_each(|observer| observer.set_log_filter(filter.clone()));
+        self.catalogue.set_log_filter(&filter);
         warnings.iter().for_each(|warning| tracing::warn!("{warning}"));
         let tls = |config: &Config| config.server.tls_cert.is_some();
         let switched = tls(&config) != tls(&self.config);
-        let is_live =
-            |option: &str| LIVE.contains(&option) && !(switched && option.starts_with("server.tls"));
+        let is_live = |option: &str| {
+            let is_late = switched && option.starts_with("server.tls")
+                || !has_new_list && option.starts_with("models.");
+            LIVE.contains(&option) && !is_late
+        };
         for option in self.config.differences(&config).into_iter().filter(|option| !is_live(option)) {
             tracing::warn!("{option} has changed; the change takes effect after a restart of unicorn");
         }
@@ -121,8 +132,14 @@ impl Running {
     }
 }
 
-/// Reads all files. The certificate is read only if the server uses HTTPS (`has_tls`).
-fn read(reread: &Reread, has_tls: bool, step: &Step) -> Result<NewFiles, Error> {
+/// Reads all files. The certificate is read only if the server uses HTTPS (`has_tls`). A server with several models has a
+/// `catalogue`.
+fn read(
+    reread: &Reread,
+    has_tls: bool,
+    catalogue: Option<&Catalogue>,
+    step: &Step,
+) -> Result<NewFiles, Error> {
     step.begin("the configuration");
     let configured = reread()?;
     let options = &configured.config.server;
@@ -133,6 +150,10 @@ fn read(reread: &Reread, has_tls: bool, step: &Step) -> Result<NewFiles, Error> 
         (Some(cert), Some(key)) if has_tls => Some(Tls::read(cert.as_ref(), key.as_ref())?),
         _ => None,
     };
+    if let Some(catalogue) = catalogue.filter(|_| is_of_several(&configured.config)) {
+        step.begin("the models");
+        catalogue.check(&configured.config)?;
+    }
     Ok(NewFiles { configured, access, tls })
 }
 

@@ -27,6 +27,12 @@ pub(super) static ARCH: Arch = Arch {
     gguf: &gguf::GGUF,
     measured: "gemma-3-4b,gemma-3-27b",
     hub_example: "google/gemma-3-4b-it",
+    short_names: &[
+        ("gemma3:1b", "google/gemma-3-1b-it-qat-q4_0-gguf"),
+        ("gemma3:4b", "google/gemma-3-4b-it-qat-q4_0-gguf"),
+        ("gemma3:12b", "google/gemma-3-12b-it-qat-q4_0-gguf"),
+        ("gemma3:27b", "google/gemma-3-27b-it-qat-q4_0-gguf"),
+    ],
     shapes: &SHAPES,
 };
 

@@ -19,6 +19,7 @@ pub(super) static ARCH: Arch = Arch {
     gguf: &gguf::GGUF,
     measured: "gemma-4-12b,gemma-4-31b",
     hub_example: "google/gemma-4-12b-it",
+    short_names: &[("gemma4:26b", "bartowski/google_gemma-4-26B-A4B-it-GGUF:Q4_K_M")],
     shapes: &SHAPES,
 };
 

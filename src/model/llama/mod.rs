@@ -19,6 +19,7 @@ pub(super) static ARCH: Arch = Arch {
     gguf: &GGUF,
     measured: "smollm2-135m,llama-3.1-8b",
     hub_example: "HuggingFaceTB/SmolLM2-135M-Instruct",
+    short_names: &[("llama3.1:8b", "bartowski/Meta-Llama-3.1-8B-Instruct-GGUF:Q4_K_M")],
     shapes: &SHAPES,
 };
 

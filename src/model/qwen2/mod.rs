@@ -15,6 +15,7 @@ pub(super) static ARCH: Arch = Arch {
     gguf: &GGUF,
     measured: "qwen2.5-7b",
     hub_example: "Qwen/Qwen2.5-7B-Instruct",
+    short_names: &[],
     shapes: &SHAPES,
 };
 

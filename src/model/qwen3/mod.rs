@@ -16,6 +16,7 @@ pub(super) static ARCH: Arch = Arch {
     gguf: &GGUF,
     measured: "qwen3-4b,qwen3-8b",
     hub_example: "Qwen/Qwen3-8B",
+    short_names: &[("qwen3:4b", "Qwen/Qwen3-4B-GGUF:Q4_K_M"), ("qwen3:8b", "Qwen/Qwen3-8B-GGUF:Q4_K_M")],
     shapes: &SHAPES,
 };
 

@@ -19,6 +19,7 @@ pub(super) static ARCH: Arch = Arch {
     gguf: &GGUF,
     measured: "qwen3-30b-a3b",
     hub_example: "Qwen/Qwen3-30B-A3B",
+    short_names: &[("qwen3:30b", "Qwen/Qwen3-30B-A3B-GGUF:Q4_K_M")],
     shapes: &SHAPES,
 };
 

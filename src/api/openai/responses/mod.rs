@@ -22,7 +22,7 @@ use serde_json::Value;
 use utoipa::IntoParams;
 
 use crate::api::error::{ApiError, ErrorBody};
-use crate::api::exchange::{self, Client, Format, Head, Parsed, Prompts, Reply, json_text, named_event};
+use crate::api::exchange::{self, Client, Failed, Format, Head, Parsed, Prompts, Reply, json_text, named_event};
 use crate::api::ids::unix_time_s;
 use crate::api::openai::logprobs::TokenLogprob;
 use crate::api::openai::responses::items::PageQuery;
@@ -540,14 +540,20 @@ impl Format for ResponseFormat {
         Some(ResponseEvent::InProgress { response })
     }
 
-    fn on_error(&self, reply: &Reply) -> impl FnOnce(&ApiError) -> Vec<ResponseEvent> + Send + 'static {
-        let base = self.base(reply);
-        |error: &ApiError| vec![base.failed(error)]
+    const HAS_COMMENTS: bool = true;
+
+    fn on_error(form: &Form, head: Head) -> Failed<Self> {
+        let base = ResponseBase { head, repeated: form.repeated.clone() };
+        Box::new(|error: &ApiError| vec![base.failed(error)])
     }
 
-    fn send(server: &Server, events: impl Stream<Item = ResponseEvent> + Send + 'static) -> Response {
+    fn send(
+        server: &Server,
+        comments: impl Stream<Item = String> + Send + 'static,
+        events: impl Stream<Item = ResponseEvent> + Send + 'static,
+    ) -> Response {
         let numbered =
             |(number, event)| named_event(&NumberedEvent { event, sequence_number: number as u64 });
-        exchange::server_sent(server, events.enumerate().map(numbered))
+        exchange::server_sent(server, comments, events.enumerate().map(numbered))
     }
 }
