@@ -79,8 +79,8 @@ async fn every_page_file_is_served_with_its_type_and_the_security_policy() {
         }
         next += 1;
     }
-    assert_eq!(paths.len(), 16, "{paths:?}");
-    assert!(bytes < 96 << 10, "the page has {bytes} bytes");
+    assert_eq!(paths.len(), 17, "{paths:?}");
+    assert!(bytes < 104 << 10, "the page has {bytes} bytes");
     assert!(library_bytes < 480 << 10, "the page's libraries have {library_bytes} bytes");
 }
 

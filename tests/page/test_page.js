@@ -85,6 +85,12 @@ async function listed(page, titles) {
   await until(isListed, titles.join()).catch(() => same(found, titles, "the list"));
 }
 
+/** Clicks `button`, and returns the name and the text of the file that the browser saves. */
+async function saved(page, button) {
+  const [download] = await Promise.all([page.waitForEvent("download"), page.click(button)]);
+  return [download.suggestedFilename(), fs.readFileSync(await download.path(), "utf8")];
+}
+
 const picture = (page, name) => page.screenshot({ path: path.join(PICTURES, `${name}.png`) });
 
 // --- the tests ------------------------------------------------------------------------------------------
@@ -390,6 +396,144 @@ const tests = {
     same(page.problems, [], "complaints");
   },
 
+  async a_title_is_changed_with_the_keyboard_alone() {
+    for (const width of [1280, 390]) {
+      const page = await open({ viewport: { width, height: 800 } });
+      await ask(page, "What is the capital of France?");
+      await answered(page);
+      if (width === 390) await page.click("#tab-history");
+      const focused = () => page.evaluate(() => document.activeElement.dataset.act ?? document.activeElement.localName);
+      await page.focus("[data-act=rename] >> visible=true");
+      for (const [key, title] of [["Enter", "About Paris"], ["Escape", "About Paris"], ["Enter", "Paris, again"]]) {
+        await page.keyboard.press("Enter");
+        const box = page.getByRole("textbox", { name: "Title of the conversation" });
+        same([await focused(), await box.count()], ["input", 1], "what has the focus");
+        await page.keyboard.type(key === "Escape" ? "Never mind" : title);
+        if (key === "Enter") await picture(page, `rename-${width}`);
+        await page.keyboard.press(key);
+        await listed(page, [title]);
+        same([await focused(), await box.count()], ["rename", 0], `what has the focus after ${key}`);
+      }
+      // While an input method composes, Enter chooses a word, and an empty title changes nothing.
+      await page.keyboard.press("Enter");
+      await page.locator("#conversations input").dispatchEvent("keydown", { key: "Enter", isComposing: true, bubbles: true });
+      same(await focused(), "input", "what has the focus while a word is composed");
+      await page.fill("#conversations input", " ");
+      await page.keyboard.press("Tab");
+      await listed(page, ["Paris, again"]);
+      await page.reload();
+      await listed(page, ["Paris, again"]);
+      same(page.problems, [], "complaints");
+      await page.context().close();
+    }
+  },
+
+  async conversations_are_exported_as_markdown_and_as_json() {
+    const page = await open();
+    await page.click("#open-parameters");
+    await page.fill("[name=system]", "Be brief.");
+    await page.click("dialog .primary");
+    await ask(page, "What is the capital of France?");
+    const paris = await answered(page);
+    await page.click("#open-parameters");
+    await page.fill("[name=system]", "Answer in *English*.\n");
+    await page.click("dialog .primary");
+    const thinks = { choices: [{ index: 0, delta: { reasoning_content: "It wants code.\nAnd 🦄." }, finish_reason: null }] };
+    await script(page, thinks, says("Here:\n\n```js\nlet a\n"), { error: { message: "the *device* was lost" } }, DONE);
+    await ask(page, "Write <b>code</b>");
+    await answered(page, "failed");
+    await page.unroute("**/v1/chat/completions");
+    await page.click("[data-act=rename] >> visible=true");
+    await page.keyboard.type('../a\\b: "*Ü 東京*" <c>?');
+    await page.keyboard.press("Enter");
+    await page.click("[data-act=pin] >> visible=true");
+    await listed(page, ['../a\\b: "*Ü 東京*" <c>?']);
+
+    await page.click("[data-act=export] >> visible=true");
+    await until(async () => (await page.evaluate(() => document.activeElement.textContent)) === "Markdown", "the dialog has the focus");
+    await picture(page, "export-1280");
+    const [name, markdown] = await saved(page, "#export [value=markdown]");
+    same(name, "a-b- -Ü 東京- -c.md", "the name of the file");
+    const [title, changed, ...rest] = markdown.split("\n\n");
+    same([title, /^Last changed \w+ \d+, \d{4}, /.test(changed)], ['# ../a\\\\b: "\\*Ü 東京\\*" \\<c\\>?', true], `the beginning of ${markdown}`);
+    same(rest.join("\n\n"), [
+      "## System prompt", "Answer in *English*.", "## You", "What is the capital of France?", "## Answer (unicorn-demo)", paris,
+      "## You", "Write <b>code</b>", "## Answer (unicorn-demo)", "**Thought**", "> It wants code.\n> And 🦄.",
+      "Here:", "```js\nlet a\n```", "*the \\*device\\* was lost*\n",
+    ].join("\n\n"), "the Markdown");
+
+    await page.click("[data-act=export] >> visible=true");
+    const [jsonName, json] = await saved(page, "#export [value=json]");
+    same(jsonName, "a-b- -Ü 東京- -c.json", "the name of the file");
+    const one = JSON.parse(json);
+    check(Math.abs(Date.parse(one.changed) - Date.now()) < 60_000 + WAIT_MS, `the date ${one.changed}`);
+    const note = await page.locator(".note").first().innerText();
+    same({ ...one, changed: 0 }, {
+      title: '../a\\b: "*Ü 東京*" <c>?', model: "unicorn-demo", changed: 0, pinned: true,
+      messages: [
+        { role: "system", content: "Answer in *English*.\n" },
+        { role: "user", content: "What is the capital of France?" },
+        { role: "assistant", content: paris, model: "unicorn-demo", system: "Be brief.", state: "done", note },
+        { role: "user", content: "Write <b>code</b>" },
+        {
+          role: "assistant", content: "Here:\n\n```js\nlet a\n", reasoning_content: "It wants code.\nAnd 🦄.", model: "unicorn-demo",
+          state: "failed", note: "the *device* was lost",
+        },
+      ],
+    }, "the conversation");
+    // The server accepts the messages as they are.
+    const body = JSON.stringify({ ...one, messages: [...one.messages, { role: "user", content: "Hello" }] });
+    same((await fetch(`${server.url}v1/chat/completions/input_tokens`, { method: "POST", body })).status, 200, "status");
+
+    // Escape exports nothing, and neither does Cancel. The conversation is not changed by any of this.
+    const downloads = [];
+    page.on("download", (download) => downloads.push(download));
+    for (const cancel of [() => page.keyboard.press("Escape"), () => page.click("#export [value='']")]) {
+      await page.click("[data-act=export] >> visible=true");
+      await page.locator("#export").waitFor();
+      await cancel();
+      check(await page.locator("#export").isHidden(), "the dialog is closed");
+      same(await page.evaluate(() => document.activeElement.dataset.act), "export", "focus after the dialog");
+    }
+    same(downloads.length, 0, "files");
+
+    await page.click("#new-chat");
+    await ask(page, "What is the capital of Italy?");
+    await answered(page);
+    const [allName, all] = await saved(page, "#export-all");
+    check(/^unicorn-conversations-\d{4}-\d\d-\d\d\.json$/.test(allName), allName);
+    const { conversations } = JSON.parse(all);
+    same(conversations.map(({ title }) => title), [one.title, "What is the capital of Italy?"], "all conversations");
+    same(conversations[0], one, "the first conversation");
+    same(page.problems, [], "complaints");
+
+    await page.setViewportSize({ width: 390, height: 800 });
+    await page.click("#tab-history");
+    await picture(page, "history-390");
+    await page.click("[data-act=export] >> visible=true");
+    await page.locator("#export").waitFor();
+    await picture(page, "export-390");
+    const wide = await page.evaluate(() => [document.documentElement, ...document.querySelectorAll("#history, #export")].map((node) => node.scrollWidth - node.clientWidth));
+    same(wide, [0, 0, 0], "pixels to scroll sideways");
+  },
+
+  async exported_names_and_text_are_safe_whatever_the_title() {
+    const page = await open();
+    const names = await page.evaluate(async () => {
+      const { fileName } = await import("/page/export.js");
+      return ["", "..", "/etc/passwd", "a\u202egpj.exe", "a\nb\u0000c\ud800", "CON", "🦄".repeat(80), "x. . .", "%2e%2e"].map(fileName);
+    });
+    same(names, ["conversation", "conversation", "etc-passwd", "a-gpj.exe", "a-b-c", "CON", "🦄".repeat(60), "x", "%2e%2e"], "names");
+    const found = await page.evaluate(async () => {
+      const { closed } = await import("/page/markdown.js");
+      const open = ["```js\nlet a", "~~~~\na\n```", "````\n```", "a\n```\na\n```\n```", "\u0060\u0060\u0060\r\na"];
+      const whole = ["", "a", "```\na\n```", "- a\n\n  ```\n  b", "1. ```js\n   a\n   ```", "> ```\n> a", "    ```\na", "`` ``` ``"];
+      return [open.map((text) => closed(text).slice(text.length)), whole.filter((text) => closed(text) !== text)];
+    });
+    same(found, [["\n```", "\n~~~~", "\n````", "\n```", "\n```"], []], "what is closed");
+    same(page.problems, [], "complaints");
+  },
+
   async two_tabs_do_not_overwrite_each_other() {
     const page = await open();
     await ask(page, "What is the capital of France?");
@@ -472,6 +616,10 @@ const tests = {
     await ask(page, "What is the capital of France?");
     await answered(page);
     await until(async () => (await page.innerText("#notice")).startsWith("This conversation is not saved"), "it says so");
+    // What cannot be stored can be exported, because the notice offers it.
+    await page.click("#notice >> text=Export");
+    const [name, unsaved] = await saved(page, "#export [value=json]");
+    same([name, JSON.parse(unsaved).messages.length], ["What is the capital of France.json", 2], "the file");
     await network.send("Storage.overrideQuotaForOrigin", { origin: server.url.slice(0, -1) });
     await ask(page, "What is the capital of Italy?");
     await answered(page);
@@ -796,7 +944,7 @@ const tests = {
       if (name !== "body") check(outline !== "none", `the focus on ${name} cannot be seen`);
       reached.add(name);
     }
-    for (const name of ["open-parameters", "new-chat", "open", "pin", "rename", "delete", "edit", "copy", "again", "input", "send"]) check(reached.has(name), `${name} is not reached`);
+    for (const name of ["open-parameters", "new-chat", "open", "export-all", "pin", "rename", "export", "delete", "edit", "copy", "again", "input", "send"]) check(reached.has(name), `${name} is not reached`);
     await page.focus("#open-parameters");
     await page.keyboard.press("Enter");
     await page.keyboard.press("Escape");

@@ -3,6 +3,7 @@
 import { getJson, setKey, whenKeyIsWanted } from "./api.js";
 import * as chat from "./chat.js";
 import { whenChanged } from "./conversations.js";
+import { offer } from "./export.js";
 import * as list from "./list.js";
 import * as status from "./status.js";
 import { forget, recall, remember } from "./store.js";
@@ -129,6 +130,6 @@ whenChanged((change, own) => {
   chat.hear(change, own);
   list.draw();
 });
-chat.start(set, nameModel, list.draw);
+chat.start(set, nameModel, list.draw, offer);
 list.start(() => view($("#tab-chat")));
 status.start(tryToNameModel);

@@ -1,9 +1,10 @@
 // The conversation that is shown, and the answers that are being written: in this one, or in others that this tab has left
 // meanwhile. The server keeps nothing between requests, so every request carries all turns.
 //
-// A turn is {role, text} and, of an answer, also {state, note, thought}: state is "writing", "done", "stopped" or "failed", note
-// is said below it, thought is what the model thought before the text, which is shown and not sent again. Whatever was
-// written before an answer was stopped or failed is part of the conversation.
+// A turn is {role, text} and, of an answer, also {state, note, thought, model, system}: state is "writing", "done", "stopped" or
+// "failed", note is said below it, thought is what the model thought before the text, which is shown and not sent again;
+// model and system prompt are those that it was asked with. Whatever was written before an answer was stopped or failed
+// is part of the conversation.
 //
 // A conversation is {id, title, version, turns}. It is saved while its answer is being written, so that a tab that is
 // closed leaves what had come. A save that finds another tab's becomes a conversation of its own: neither is lost.
@@ -38,6 +39,7 @@ let model = "";
 let parameters = () => ({});
 let nameModel = async () => "";
 let onSwitch = () => {};
+let onUnsaved = () => {};
 /** Index of the turn that the composer holds for editing. */
 let edited;
 
@@ -47,12 +49,14 @@ function fresh(turns = []) {
 
 /**
  * `fields` gives the request's fields in addition to model and messages, and {system}; `name` the model's, if it is not set.
- * `switched` is called when another conversation is shown, or the answer in one begins or ends.
+ * `switched` is called when another conversation is shown, or the answer in one begins or ends; `unsaved` with a conversation that
+ * the browser does not keep, when the user wants it as a file.
  */
-export function start(fields, name, switched) {
+export function start(fields, name, switched, unsaved) {
   parameters = fields;
   nameModel = name;
   onSwitch = switched;
+  onUnsaved = unsaved;
   form.addEventListener("submit", (event) => {
     event.preventDefault();
     if (writing.has(shown)) writing.get(shown).abort();
@@ -97,6 +101,9 @@ export function setModel(id) {
 const idInAddress = () => location.hash.slice(1);
 
 export const shownId = () => shown.id;
+
+/** The turns as this tab has them, whether or not they could be saved; undefined where it has not opened the conversation. */
+export const turnsOf = (id) => [shown, ...writing.keys()].find((one) => one.id === id)?.turns;
 
 /** The ids of the conversations whose answers this tab writes. */
 export const beingWritten = () => new Set([...writing.keys()].map((one) => one.id));
@@ -218,7 +225,7 @@ async function write(conversation, own) {
   const { system, ...fields } = parameters();
   const messages = conversation.turns.filter((turn) => turn.text).map(({ role, text }) => ({ role, content: text }));
   if (system) messages.unshift({ role: "system", content: system });
-  const turn = { role: "assistant", text: "", state: "writing" };
+  const turn = { role: "assistant", text: "", state: "writing", ...(system && { system }) };
   add(turn);
   const draw = onFrames(() => shown === conversation && follow(() => fill(log.lastElementChild, turn)));
   showWriting();
@@ -231,6 +238,7 @@ async function write(conversation, own) {
   try {
     // A question may come before the page has heard the model's name.
     const named = model || (await nameModel());
+    turn.model = named;
     for await (const chunk of streamChat({ model: named, messages, ...fields }, own.signal)) {
       const choice = chunk.choices?.[0];
       seen.reason = choice?.finish_reason ?? seen.reason;
@@ -477,7 +485,7 @@ async function save(conversation) {
       await save(conversation);
       return;
     }
-    if (!conversation.isUnsaved) say(NOT_SAVED[why]); // once, and not at every save
+    if (!conversation.isUnsaved) say(NOT_SAVED[why], "Export", () => onUnsaved(conversation)); // once, and not at every save
     conversation.isUnsaved = true;
   }
 }

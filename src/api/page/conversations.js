@@ -34,13 +34,22 @@ export const areKept = async () => (await database()) instanceof IDBDatabase;
 /** What the list shows: pinned conversations first, and of each kind the one that changed last. */
 export async function list() {
   const all = await transact("readonly", ({ conversations }) => conversations.getAll());
-  return all.sort((a, b) => b.pinned - a.pinned || b.changed_ms - a.changed_ms);
+  return inOrder(all);
 }
 
-/** {id, title, version, turns}, or undefined. */
+const inOrder = (all) => all.sort((a, b) => b.pinned - a.pinned || b.changed_ms - a.changed_ms);
+
+/** What the list shows, and {turns}; or undefined. */
 export async function load(id) {
   const [about, turns] = await transact("readonly", (stores) => Promise.all([stores.conversations.get(id), stores.turns.get(id)]));
-  return about && areSound(turns?.turns) ? { id, title: about.title, version: about.version, turns: turns.turns } : undefined;
+  return about && areSound(turns?.turns) ? { ...about, turns: turns.turns } : undefined;
+}
+
+/** What `load` returns, for all conversations, in the order of the list. */
+export async function loadAll() {
+  const [all, kept] = await transact("readonly", (stores) => Promise.all(STORES.map((name) => stores[name].getAll())));
+  const turns = new Map(kept.map((one) => [one.id, one.turns]));
+  return inOrder(all).map((about) => ({ ...about, turns: turns.get(about.id) })).filter((one) => areSound(one.turns));
 }
 
 export function areSound(turns) {
@@ -53,7 +62,7 @@ export function areSound(turns) {
  * the titles of the oldest conversations that were deleted to make room: none that is pinned. Throws `NotSaved`.
  */
 export async function save({ id, version, turns, title }, isBeingWritten) {
-  const size = turns.reduce((sum, { text, thought = "" }) => sum + text.length + thought.length, 0);
+  const size = turns.reduce((sum, { text, thought = "", system = "" }) => sum + text.length + thought.length + system.length, 0);
   const saved = await transact("readwrite", async (stores) => {
     const old = await stores.conversations.get(id);
     if ((old?.version ?? 0) !== version) throw new NotSaved("conflict");

@@ -1,13 +1,15 @@
-// The list of conversations: to open, pin, rename and delete them, and to take a deletion back.
+// The list of conversations: to open, pin, rename, export and delete them, and to take a deletion back.
 
 import * as chat from "./chat.js";
 import * as conversations from "./conversations.js";
+import { offer, saveAll } from "./export.js";
 import { say } from "./notice.js";
 
 const $ = (selector) => document.querySelector(selector);
 const list = $("#conversations");
 
 const BETWEEN_MS = 50;
+const NOT_READ = "The browser refused to read what it stores for this page.";
 
 /** The id of the conversation whose title is being edited. Meanwhile the list stays as it is. */
 let renamed;
@@ -20,14 +22,18 @@ export async function start(opened) {
   onOpen = opened;
   list.addEventListener("click", act);
   list.addEventListener("keydown", (event) => {
-    if (event.target.localName !== "input") return;
-    if (event.key === "Enter") event.target.blur();
-    if (event.key !== "Escape") return;
-    event.stopPropagation(); // and it stops no answer
-    event.target.value = "";
-    event.target.blur();
+    const { target, key } = event;
+    // While an input method composes, both keys are its own.
+    if (target.localName !== "input" || !["Enter", "Escape"].includes(key) || event.isComposing) return;
+    event.preventDefault(); // Enter would press the button that gets the focus
+    event.stopPropagation(); // and Escape stops no answer
+    const row = target.closest("li");
+    if (key === "Escape") target.value = "";
+    target.blur();
+    row.querySelector("[data-act=rename]").focus();
   });
   list.addEventListener("focusout", (event) => event.target.localName === "input" && endRenaming(event.target));
+  $("#export-all").addEventListener("click", exportAll);
   draw();
   $("#not-kept").hidden = await conversations.areKept();
 }
@@ -69,6 +75,7 @@ function show(all) {
   if (!isInOrder) list.replaceChildren(...ordered);
   if (focused !== document.activeElement && list.contains(focused)) focused.focus();
   $("#no-conversations").hidden = all.length > 0;
+  $("#export-all").hidden = all.length === 0;
 }
 
 async function act({ target }) {
@@ -82,6 +89,7 @@ async function act({ target }) {
     }
     if (button?.dataset.act === "pin") await conversations.change(id, { pinned: button.textContent === "Pin" });
     if (button?.dataset.act === "rename") rename(row);
+    if (button?.dataset.act === "export") await exportOne(id);
     if (button?.dataset.act === "delete") await remove(id);
   } catch {
     say("The browser refused to change what it stores for this page.");
@@ -106,9 +114,25 @@ async function endRenaming(input) {
   renamed = undefined;
   const title = input.value.trim();
   row.querySelector("[data-act=open]").hidden = false;
+  row.querySelector("div").hidden = row.dataset.id !== chat.shownId();
   input.remove();
   if (title) await conversations.change(row.dataset.id, { title }).catch(() => say("The browser refused to save the title."));
   draw();
+}
+
+async function exportOne(id) {
+  const saved = await conversations.load(id).catch(() => undefined);
+  if (saved) offer({ ...saved, turns: chat.turnsOf(id) ?? saved.turns });
+  else say(NOT_READ);
+}
+
+async function exportAll() {
+  try {
+    const all = await conversations.loadAll();
+    saveAll(all.map((one) => ({ ...one, turns: chat.turnsOf(one.id) ?? one.turns })));
+  } catch {
+    say(NOT_READ);
+  }
 }
 
 async function remove(id) {

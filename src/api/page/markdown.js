@@ -103,6 +103,14 @@ export function render(parent, text, unfinished = false) {
   shown.set(parent, { text: now, blocks });
 }
 
+/** `text` with an end of the block of code in which it stops, if it does: what is written after it is no part of that block. */
+export function closed(text) {
+  const tokens = [];
+  markdown.block.parse(`${text.replace(/\r\n?/g, "\n")}\n\n---`, markdown, {}, tokens);
+  const { type, level, markup } = tokens.at(-1);
+  return type === "fence" && level === 0 ? `${text}\n${markup}` : text;
+}
+
 /**
  * The blocks that no further text can change: those before the last one that had begun before the last line did. A formula that is
  * unfinished may turn out to be the end of the paragraph above it.

@@ -21,13 +21,14 @@ const TEXT: &str = "text/plain; charset=utf-8";
 const RUNNING: &str = "Ollama is running";
 
 /// Each file's name below `/page/`, its content type, and its content.
-const FILES: [(&str, &str, &str); 15] = [
+const FILES: [(&str, &str, &str); 16] = [
     ("style.css", STYLE, include_str!("style.css")),
     ("icon.svg", SVG, include_str!("icon.svg")),
     ("app.js", SCRIPT, include_str!("app.js")),
     ("api.js", SCRIPT, include_str!("api.js")),
     ("chat.js", SCRIPT, include_str!("chat.js")),
     ("conversations.js", SCRIPT, include_str!("conversations.js")),
+    ("export.js", SCRIPT, include_str!("export.js")),
     ("list.js", SCRIPT, include_str!("list.js")),
     ("markdown.js", SCRIPT, include_str!("markdown.js")),
     ("math.js", SCRIPT, include_str!("math.js")),
