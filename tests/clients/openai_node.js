@@ -1,7 +1,7 @@
 #!/usr/bin/env node
 /*
  * What users of the official openai package for Node.js see. test_openai.py runs it with its server, and NODE_PATH is the folder
- * of the package: `node tests/clients/openai_node.js URL`. It prints the same lines as session.py.
+ * of the package: `node tests/clients/openai_node.js URL`.
  */
 
 "use strict";
@@ -9,6 +9,7 @@
 const assert = require("node:assert/strict");
 const OpenAI = require("openai");
 const scenario = require("./scenario.json");
+const { run } = require("./session.js");
 
 const ANSWER_MS = 300_000;
 const url = process.argv[2];
@@ -127,24 +128,7 @@ const tests = {
   },
 };
 
-async function main() {
-  model = (await (await fetch(`${url}/v1/models`)).json()).data[0].id;
-  let [passed, failed] = [0, 0];
-  for (const [name, test] of Object.entries(tests)) {
-    try {
-      await test();
-      passed += 1;
-      console.log(`ok ${name}`);
-    } catch (error) {
-      failed += 1;
-      console.log(`FAILED ${name}: ${`${error.message}`.replace(/\s+/g, " ").slice(0, 600)}`);
-    }
-  }
-  console.log(`openai_node: ${passed} passed, ${failed} failed, 0 skipped`);
-  process.exitCode = failed ? 1 : 0;
-}
-
-main().catch((error) => {
-  console.error(`openai_node: ${error.message.split("\n")[0]}`);
-  process.exitCode = 1;
+run("openai_node", url, (id) => {
+  model = id;
+  return tests;
 });

@@ -6,7 +6,7 @@ tools/test.py starts it with the interpreter of .venv. To run it alone: `.venv/b
 after `cargo build`. Prints one line per test and at the end `clients: N passed, N failed, N skipped`. If the package of
 a client is not installed, its tests are skipped and the others run. litellm, LlamaIndex, openai 1 and schemathesis need
 the interpreters LITELLM_PYTHON, LLAMA_INDEX_PYTHON, OPENAI_1_PYTHON and SCHEMATHESIS_PYTHON, which have these packages.
-The openai package for Node.js needs NODE_PATH, the folder of the package. Without these variables, their tests are
+The packages openai and ollama for Node.js need NODE_PATH, their folder. Without these variables, their tests are
 skipped.
 """
 
@@ -735,7 +735,8 @@ def main():
             pythons = [("LITELLM_PYTHON", "litellm_client"), ("LLAMA_INDEX_PYTHON", "llama_index_client"),
                        ("OPENAI_1_PYTHON", "older_openai"), ("SCHEMATHESIS_PYTHON", "described")]
             sessions = [(needs, session, [os.environ.get(needs), here / "session.py", session, server.url]) for needs, session in pythons]
-            for needs, session, command in [*sessions, ("NODE_PATH", "openai_node", ["node", here / "openai_node.js", server.url])]:
+            sessions += [("NODE_PATH", session, ["node", here / f"{session}.js", server.url]) for session in ["openai_node", "ollama_node"]]
+            for needs, session, command in sessions:
                 if os.environ.get(needs):
                     report.relay(session, command)
                 else:
