@@ -31,6 +31,7 @@ import langchain_client
 import llm_client
 import observers
 import ollama_client
+import ollama_replays
 import published_schemas
 import responses_sdk
 import terminal_chat
@@ -693,7 +694,7 @@ def a_model_thinks_and_calls(report):
         server.model = model
         try:
             server.wait()
-            report.attempt_all(thinking_caller.PLAIN, server)
+            report.attempt_all(thinking_caller.PLAIN + ollama_replays.THINKING, server)
             for package, tests in [(openai, thinking_caller.OPENAI), (anthropic_sdk.anthropic, [thinking_caller.caller_in_messages]),
                                    (langchain_client.langchain_openai, [thinking_caller.caller_in_langchain]), (thinking_caller.agents, thinking_caller.AGENTS),
                                    (ollama_client.ollama, ollama_client.TESTS)]:
@@ -716,7 +717,7 @@ def main():
     server = Server(LOG, "--root", machine_with_power(LOG.parent / "machine"))
     try:
         if report.attempt("the_server_starts", server.wait):
-            report.attempt_all(PLAIN + terminal_chat.TESTS, server)
+            report.attempt_all(PLAIN + terminal_chat.TESTS + ollama_replays.TESTS, server)
             for package, tests in [(openai, SDK + responses_sdk.TESTS + published_schemas.TESTS), (anthropic_sdk.anthropic, anthropic_sdk.TESTS),
                                    (langchain_client.langchain_openai, langchain_client.TESTS), (llm_client.llm, llm_client.TESTS),
                                    (observers.promql, observers.TESTS)]:
