@@ -33,6 +33,8 @@ ROOT = Path(__file__).resolve().parent.parent
 CACHE = ROOT / ".cache/conformance"
 REQUIREMENTS = ROOT / "tests/clients/requirements-conformance.txt"
 DOCUMENT = ROOT / "docs/conformance.md"
+# The section of docs/conformance.md that tools/lemonade_tests.py writes. It is the last one, and stays as it is.
+LEMONADE = "## Lemonade's tests of Ollama's API"
 FACTS = CACHE / "facts.json"
 FETCH_SECONDS = 300
 
@@ -408,7 +410,7 @@ def document(runs, facts):
         "",
         "Results of the tests of llama.cpp's and vLLM's servers with this server. `make conformance` runs them and writes this",
         "page (`tools/conformance.py`). The tests come from source distributions. Nothing of them is built or copied into this",
-        "repository.",
+        "repository. `tools/lemonade_tests.py` writes the [last section](#lemonades-tests-of-ollamas-api).",
         "",
         *[f"- {fact}" for fact in facts],
         "",
@@ -515,7 +517,7 @@ def main(arguments):
         run_all(suites, asked)
 
     runs = {suite: {mode: judge(read(report_of(suite, mode))) for mode in MODES} for suite in suites}
-    asked.out.write_text(document(runs, json.loads(FACTS.read_text())))
+    asked.out.write_text(document(runs, json.loads(FACTS.read_text())) + lemonade_section(asked.out))
     bad = 0
     for suite, modes in runs.items():
         for mode, run in modes.items():
@@ -523,6 +525,12 @@ def main(arguments):
             bad += unexplained + (not run.passed)
             print(f"{suite.name}, {mode}: {len(run.passed)} passed, {len(run.failed)} failed ({unexplained} unexplained), {len(run.not_run)} not run")
     return 1 if bad else 0
+
+
+def lemonade_section(page):
+    """The section of Lemonade's tests in the page as it is, or nothing."""
+    _, title, text = page.read_text().partition(LEMONADE) if page.exists() else ("", "", "")
+    return f"\n{title}{text}" if title else ""
 
 
 def run_all(suites, asked):

@@ -167,6 +167,15 @@ class Judging(unittest.TestCase):
         self.assertIn("| `UNEXPLAINED` | 1 | u/a.py::3: why\\| not |\n", text)
         self.assertIn("| not run | 3 | call a package that a stand-in replaces (2); r |\n", text)
 
+    def test_the_section_of_lemonade_stays_in_the_page(self):
+        with tempfile.TemporaryDirectory() as folder:
+            page = Path(folder) / "page.md"
+            self.assertEqual(conformance.lemonade_section(page), "")
+            page.write_text("# Conformance\n")
+            self.assertEqual(conformance.lemonade_section(page), "")
+            page.write_text(f"# Conformance\n\n{conformance.LEMONADE}\n\n| a | passed | |\n")
+            self.assertEqual(conformance.lemonade_section(page), f"\n{conformance.LEMONADE}\n\n| a | passed | |\n")
+
 
 if __name__ == "__main__":
     unittest.main()
