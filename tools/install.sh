@@ -70,7 +70,8 @@ if [ -d /run/systemd/system ]; then
 fi
 cat <<'NEXT'
 installed. Next:
-  edit /etc/unicorn/config.toml           which model ([model] path), address; `unicorn config check` says what is wrong
   systemctl enable --now unicorn          start it, now and at every boot
+  unicorn pull ORG/NAME                   a model, which the service then serves; `unicorn run ORG/NAME` talks to it
+  edit /etc/unicorn/config.toml           options, address, keys; `unicorn config check` says what is wrong
   journalctl -u unicorn -f                see what it says
 NEXT

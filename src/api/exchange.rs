@@ -211,7 +211,8 @@ pub(in crate::api) async fn answer<F: Format>(
 ) -> Result<Response, ApiError> {
     let awaited = Arc::<Awaited<F>>::default();
     let span = tracing::Span::current();
-    let mut started = Box::pin(start::<F>(Arc::clone(server), caller, body, Arc::clone(&awaited)).instrument(span));
+    let mut started =
+        Box::pin(start::<F>(Arc::clone(server), caller, body, Arc::clone(&awaited)).instrument(span));
     let loading = tokio::select! {
         biased;
         started = &mut started => {
@@ -270,7 +271,8 @@ impl<F: Format> Awaited<F> {
         loop {
             tokio::time::sleep(LOOK_EVERY).await;
             let mut stream = self.stream.lock().expect("nothing panics under this lock");
-            let is_loading = |&mut (index, _): &mut (usize, _)| server.library().stage(index) == Stage::Loading;
+            let is_loading =
+                |&mut (index, _): &mut (usize, _)| server.library().stage(index) == Stage::Loading;
             if let Some((index, failed)) = stream.take_if(is_loading) {
                 return (server.library().model(index), failed);
             }

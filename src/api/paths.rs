@@ -21,10 +21,8 @@ pub(in crate::api) fn documented(path: &str) -> Cow<'_, str> {
 
 /// Routes of other servers and mistakes in base URLs, each with what to do here instead. A path that ends with `/*` means
 /// all paths below it. All except the first few are known with and without `/v1`.
-const ELSEWHERE: [(&[&str], &str); 23] = [
+const ELSEWHERE: [(&[&str], &str); 22] = [
     (&["/v1"], "this is a base URL: GET /v1/models names the model, and POST /v1/chat/completions asks it"),
-    // Ollama.
-    (&["/api/status"], "GET /status has what the server does and holds"),
     // llama.cpp.
     (
         &["/props"],

@@ -13,8 +13,8 @@ use super::tools::ToolChoice;
 use crate::engine::{EngineHandle, Request};
 use crate::model::{SamplingOptions, SamplingParams};
 use crate::text::{
-    CallFormat, CallReader, ChatTemplate, Constraint, Grammar, Grammars, PromptEnding, StopMatcher, TemplateKwargs,
-    TemplateInput, TextError, Tokenizer,
+    CallFormat, CallReader, ChatTemplate, Constraint, Grammar, Grammars, PromptEnding, StopMatcher,
+    TemplateInput, TemplateKwargs, TextError, Tokenizer,
 };
 
 /// The variable with which chat templates turn thoughts on and off.

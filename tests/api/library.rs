@@ -447,7 +447,7 @@ async fn many_clients_of_many_models_get_the_right_answers_within_the_memory() {
 /// A stream of each format, from the beginning of its model's load.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_stream_begins_with_the_load_of_its_model_and_ends_with_the_loads_error() {
-    let app = app(&[("ant", BUDGET), ("bee", BUDGET)], TURNS, &[]);
+    let app = app(&[("ant", BUDGET), ("bee", BUDGET), ("cat", BUDGET), ("dog", BUDGET)], TURNS, &[]);
     app.models.iter().for_each(|model| model.load_ms.store(400, Ordering::SeqCst));
     let body = |path: &str, model: &str| {
         let mut body = match path {
@@ -470,7 +470,7 @@ async fn a_stream_begins_with_the_load_of_its_model_and_ends_with_the_loads_erro
         ("/v1/responses", "response.completed", "the disk is broken"),
     ];
     for (i, (path, end, _)) in routes.into_iter().enumerate() {
-        let model = id(i % 2);
+        let model = id(i);
         let (status, headers, text) = text_of(path, &model).await;
         assert_eq!((status, &headers[header::CONTENT_TYPE]), (200, &"text/event-stream".parse().unwrap()));
         let comment = format!(": loading \"{model}\": waiting\n\n");

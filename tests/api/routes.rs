@@ -45,10 +45,9 @@ async fn an_unknown_path_names_the_nearest_route() {
 }
 
 /// Paths of other servers, and what the error refers to: a route, an option or a command.
-const ELSEWHERE: [(&str, &str); 35] = [
+const ELSEWHERE: [(&str, &str); 34] = [
     ("/v1", "GET /v1/models"),
     ("/v1/", "GET /v1/models"),
-    ("/api/status", "GET /status"),
     ("/props", "GET /v1/models"),
     ("/slots", "GET /status"),
     ("/slots/0", "GET /status"),

@@ -322,11 +322,14 @@ fn an_entry_sets_the_defaults_of_sampling_and_of_the_template() {
         (text, answer["usage"]["prompt_tokens"].as_u64().expect("a number"))
     };
     let ask = |more: Value| {
-        let mut body = json!({"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 8, "seed": 3});
+        let mut body =
+            json!({"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 8, "seed": 3});
         body.as_object_mut().expect("an object").extend(more.as_object().expect("an object").clone());
         body
     };
-    let more = format!("chat_template = {template:?}\ntemperature = 2\ntop_k = 1\ntemplate_kwargs = {{ mood = \"very very cheerful indeed\" }}\n");
+    let more = format!(
+        "chat_template = {template:?}\ntemperature = 2\ntop_k = 1\ntemplate_kwargs = {{ mood = \"very very cheerful indeed\" }}\n"
+    );
     let models = [Served { name: "gemma", path: gemma.path().into(), more: &more }];
     let config = configuration(folder.path(), &models, "");
     let server = Daemon::start_configured(&config, &[]);

@@ -9,7 +9,7 @@ use utoipa::ToSchema;
 
 use crate::api::error::ApiError;
 use crate::api::exchange::{
-    self, FinishReason, Failed, Format, Head, Parsed, Prompts, Reply, TimingsReport, Usage, json_text,
+    self, Failed, FinishReason, Format, Head, Parsed, Prompts, Reply, TimingsReport, Usage, json_text,
 };
 use crate::api::ids::new_id;
 use crate::api::openai::conversation::{ChatMessages, TemplateFields, messages};

@@ -11,7 +11,7 @@ use utoipa::ToSchema;
 
 use crate::api::error::ApiError;
 use crate::api::exchange::{
-    self, FinishReason, Failed, Format, Head, Parsed, Reply, TimingsReport, Usage, json_text,
+    self, Failed, FinishReason, Format, Head, Parsed, Reply, TimingsReport, Usage, json_text,
 };
 use crate::api::openai::grammar::GrammarFields;
 use crate::api::openai::logprobs::finite;

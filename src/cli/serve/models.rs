@@ -476,14 +476,7 @@ impl Store for Arc<Catalogue> {
 /// The sampling options of an entry.
 fn sampling(served: &ServedModel) -> SamplingOptions {
     let &ServedModel { temperature, top_p, top_k, min_p, repetition_penalty, .. } = served;
-    SamplingOptions {
-        temperature,
-        top_p,
-        top_k,
-        min_p,
-        repetition_penalty,
-        ..SamplingOptions::default()
-    }
+    SamplingOptions { temperature, top_p, top_k, min_p, repetition_penalty, ..SamplingOptions::default() }
 }
 
 /// The variables of the chat template of an entry.

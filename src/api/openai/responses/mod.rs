@@ -22,7 +22,9 @@ use serde_json::Value;
 use utoipa::IntoParams;
 
 use crate::api::error::{ApiError, ErrorBody};
-use crate::api::exchange::{self, Client, Failed, Format, Head, Parsed, Prompts, Reply, json_text, named_event};
+use crate::api::exchange::{
+    self, Client, Failed, Format, Head, Parsed, Prompts, Reply, json_text, named_event,
+};
 use crate::api::ids::unix_time_s;
 use crate::api::openai::logprobs::TokenLogprob;
 use crate::api::openai::responses::items::PageQuery;
