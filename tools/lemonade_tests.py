@@ -34,8 +34,6 @@ REASONS = {
     "test_001_version": "it wants the version 0.16.1, which Lemonade reports; this server has the API of 0.30.0",
     "test_004_show": "it wants Lemonade's name of every architecture, `llamacpp`, before `.context_length`; Ollama has the model's own, "
     "and clients read that from `general.architecture`",
-    "test_008_pull_streaming_progress": "it wants the line `pulling manifest` first, as Ollama writes it; a model that is served gets the "
-    "line `success` alone, which is all that clients wait for",
     "test_008_unload_via_generate": "it wants the model to be unloaded before the answer comes; here, as in Ollama, it is unloaded "
     "soon after the answer",
     "test_010_chat_streaming_with_tools_returns_complete_tool_call": "it wants the `done_reason` `tool_calls`; Ollama's is `stop`",

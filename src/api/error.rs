@@ -76,7 +76,8 @@ pub enum ApiError {
     NotPulled { asked: String },
     /// Models are pulled and deleted only for clients that may do so.
     #[error(
-        "models are pulled and deleted only with an API key, or from this machine by a program that is not a web page"
+        "models are pulled and deleted only with an API key, or by a program on the server's machine that is not a web page \
+         or a proxy"
     )]
     NotTrusted,
     #[error(transparent)]
@@ -360,7 +361,8 @@ impl ApiError {
             Self::Store(StoreError::NotFound(_)) => Wire { status: 404, ..field("model", "model_not_found") },
             Self::Store(StoreError::Conflict(_)) => error(409, "conflict"),
             Self::Store(StoreError::Busy(_)) => retry(503, "pulls_full", RETRY_LOADING_S),
-            Self::Store(StoreError::Failed(_)) => error(502, "pull_failed"),
+            Self::Store(StoreError::Hub(_)) => error(502, "pull_failed"),
+            Self::Store(StoreError::Local(_)) => error(500, "store_failed"),
             Self::NotImplemented { .. } => error(501, "not_implemented"),
             Self::Method { .. } => error(405, "method_not_allowed"),
             Self::NoKey | Self::WrongKey => error(401, "invalid_api_key"),

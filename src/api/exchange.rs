@@ -19,7 +19,7 @@ use axum::response::sse::{self, KeepAlive, Sse};
 use axum::response::{IntoResponse, Response};
 use futures::{Stream, StreamExt};
 use serde::Serialize;
-use tokio::sync::oneshot;
+use tokio::sync::{Notify, oneshot};
 use tokio::time::{Instant, timeout, timeout_at};
 use tracing::Instrument as _;
 use utoipa::ToSchema;
@@ -124,6 +124,8 @@ pub(in crate::api) trait Format: Sized + Send + 'static {
     const ID_PREFIX: &'static str;
     /// The field of the body that holds the prompt.
     const PROMPT: &'static str;
+    /// Whether a stream begins while its model is loaded, with comments that report the load.
+    const HAS_COMMENTS: bool;
     /// What the format needs of the body.
     type Form: Send;
     /// A reply that is not streamed.
@@ -182,9 +184,6 @@ pub(in crate::api) trait Format: Sized + Send + 'static {
         Vec::new()
     }
 
-    /// Whether a stream begins while its model is loaded, with comments that report the load.
-    const HAS_COMMENTS: bool;
-
     /// Returns what makes the last events of a stream that an error ends.
     fn on_error(form: &Self::Form, head: Head) -> Failed<Self>;
 
@@ -239,10 +238,10 @@ pub(in crate::api) async fn answer<F: Format>(
             }
         }
     };
-    let interval = server.options.event_interval;
+    let (interval, metrics) = (server.options.event_interval, Arc::clone(&server.metrics));
     let events = async_stream::try_stream! {
         let begun = begun.await.unwrap_or_else(|_| Err(ApiError::Bug("a stream lost its load".into())));
-        let Started { reply, answers, format, .. } = begun?;
+        let Started { reply, answers, format, .. } = begun.inspect_err(|error| metrics.refused(error.code()))?;
         let mut pieces = std::pin::pin!(pieces(interval, reply, answers, format));
         while let Some(piece) = pieces.next().await {
             yield piece?;
@@ -255,11 +254,13 @@ pub(in crate::api) async fn answer<F: Format>(
 struct Awaited<F: Format> {
     /// The number of the model, and what an error would become, if the request is streamed.
     stream: Mutex<Option<(usize, Failed<F>)>>,
+    /// Woken when `stream` is set.
+    begun: Notify,
 }
 
 impl<F: Format> Default for Awaited<F> {
     fn default() -> Self {
-        Self { stream: Mutex::default() }
+        Self { stream: Mutex::default(), begun: Notify::new() }
     }
 }
 
@@ -268,6 +269,7 @@ impl<F: Format> Awaited<F> {
     /// memory.
     async fn stream_while_loading(&self, server: &Server) -> (Arc<Model>, Failed<F>) {
         const LOOK_EVERY: Duration = Duration::from_millis(50);
+        self.begun.notified().await;
         loop {
             tokio::time::sleep(LOOK_EVERY).await;
             let mut stream = self.stream.lock().expect("nothing panics under this lock");
@@ -314,6 +316,7 @@ async fn start<F: Format>(
         if let (Err(ApiError::Library(LibraryError::Unloaded(index))), true) = (&service, stream) {
             let failed = F::on_error(&form, head(&server.library().model(*index)));
             *awaited.stream.lock().expect("nothing panics under this lock") = Some((*index, failed));
+            awaited.begun.notify_one();
         }
         let service = service?;
         let head = head(service.model());
@@ -447,7 +450,11 @@ pub(in crate::api) async fn process_body<T: Send + 'static>(
         match worked.await {
             Err(ApiError::Library(LibraryError::Unloaded(index))) => {
                 drop(arriving);
-                admitted = Some(server.library().admit(index, client.id).await?);
+                admitted = match server.library().admit(index, client.id).await {
+                    // The list of models has changed. Another model may have the name now.
+                    Err(LibraryError::Gone(_)) => None,
+                    admitted => Some(admitted?),
+                };
                 arriving = permit(server, &server.arriving, client.id, "reading").await?;
             }
             worked => return Ok((arriving, worked?)),

@@ -111,6 +111,11 @@ impl ModelName {
         text.strip_suffix(":latest").unwrap_or(text).parse()
     }
 
+    /// Whether the revision is a commit, and no branch or tag.
+    pub fn is_commit(&self) -> bool {
+        self.revision.as_deref().is_some_and(is_commit)
+    }
+
     /// The revision, or `main` if the name has none.
     pub fn revision(&self) -> &str {
         self.revision.as_deref().unwrap_or(MAIN)

@@ -59,7 +59,7 @@ pub(super) struct Slot {
     pub(super) state: SlotState,
     /// Never unloaded for another model.
     pub(super) is_pinned: bool,
-    /// No longer served: it is not loaded, and unloaded once no request uses it.
+    /// It is no longer served. It is not loaded again, and it is unloaded once no request uses it.
     pub(super) is_removed: bool,
     /// Bytes of device memory that it takes; `None` = not yet planned.
     pub(super) bytes: Option<u64>,

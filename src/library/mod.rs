@@ -207,13 +207,13 @@ impl Library {
         Self { store: Some(Box::new(store)), ..self }
     }
 
-    /// What downloads and deletes models. `None` = nothing does.
+    /// What downloads and deletes models. `None` = nothing does, or not now.
     pub fn store(&self) -> Option<&dyn Store> {
-        self.store.as_deref()
+        self.store.as_deref().filter(|store| store.is_on())
     }
 
     /// Serves these models from now on, in this order. A model that is not in the list answers the requests that use it,
-    /// and is then unloaded. Does nothing in a library of one.
+    /// and is then unloaded. Returns the numbers of the listed models. Does nothing in a library of one.
     ///
     /// # Panics
     /// If the list is empty.
@@ -235,6 +235,7 @@ impl Library {
         }
         for (index, slot) in state.slots.iter_mut().enumerate() {
             slot.is_removed = !listed.contains(&index);
+            slot.is_pinned &= !slot.is_removed;
         }
         models.listed.clone_from(&listed);
         drop(models);
@@ -564,8 +565,8 @@ impl Swap {
         }
     }
 
-    /// Unloads the models that were removed and that no request uses, one after another, if there are any. A model is
-    /// forgotten then, with its engine and device process.
+    /// Unloads the models that were removed and that no request uses, one after another, if there are any. Their engines
+    /// end then.
     fn unload_removed(self: &Arc<Self>, state: &mut State) {
         let models = self.models.read().expect("nothing panics under this lock");
         let is_over = |(slot, entry): (&Slot, &Entry)| {
@@ -581,9 +582,17 @@ impl Swap {
         let leave = move || {
             let model = this.model(index);
             tracing::info!("unloading {:?}, which is no longer served", model.id());
-            if let Some(service) = model.service() {
+            let end = std::panic::AssertUnwindSafe(|| {
+                let Some(service) = model.service() else { return };
                 unload(service.engine());
-            }
+                // The engine is not used again, and its files may be deleted.
+                service.engine().abort();
+                if !service.engine().join(UNLOAD_TIMEOUT) {
+                    tracing::error!("the engine of {:?} did not end", model.id());
+                }
+            });
+            // The panic is in the log.
+            let _ = std::panic::catch_unwind(end);
             model.forget();
             let mut state = this.lock();
             state.slots[index].state = SlotState::Absent;

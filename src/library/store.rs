@@ -4,8 +4,11 @@ use super::Library;
 
 /// Downloads and deletes models, and changes the library's list accordingly.
 pub trait Store: Send + Sync {
-    /// Downloads a model, and serves it. `known` is the number of the model that has the name already. Blocks. Ends soon
-    /// after `report` has returned false.
+    /// Whether models are downloaded and deleted now. The configuration may change it.
+    fn is_on(&self) -> bool;
+
+    /// Downloads a model, and serves it. `known` is the number of the model that has the name already. Blocks. Ends with an
+    /// error once `report` has returned false.
     fn pull(
         &self,
         library: &Library,
@@ -44,6 +47,10 @@ pub enum StoreError {
     Conflict(String),
     #[error("{0} models are being pulled already; try again when one of them is complete")]
     Busy(usize),
+    /// The hub, or the way to it.
     #[error("{0}")]
-    Failed(String),
+    Hub(String),
+    /// The disk or the configuration of the server.
+    #[error("{0}")]
+    Local(String),
 }

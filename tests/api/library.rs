@@ -542,6 +542,36 @@ async fn a_model_that_leaves_the_list_answers_its_requests_and_is_then_unloaded(
     assert_eq!(fox.loads.load(Ordering::SeqCst), 1);
 }
 
+#[tokio::test(flavor = "multi_thread")]
+async fn a_request_that_waits_for_a_replaced_model_is_answered_by_its_successor() {
+    let app = app(&[("ant", BUDGET), ("bee", BUDGET)], TURNS, &[]);
+    assert_eq!(text(&app.router, "a", "a").await, "ant");
+    app.models[0].control().allow(0);
+    let asking = |model: &'static str| {
+        let router = app.router.clone();
+        tokio::spawn(async move { ask(&router, model).await })
+    };
+    let (busy, waiting, leaving) = (asking("a"), asking("b"), asking("alias-b"));
+    let library = app.server.library();
+    while library.waiting(1) < 2 {
+        tokio::time::sleep(Duration::from_millis(1)).await;
+    }
+    let bug = FakeModel::new(&app.device, "bug", HALF);
+    let successor = Listed::New(Arc::new(Model::new("b".into())), Box::new(FakeLoader(Arc::clone(&bug))));
+    assert_eq!(library.replace(vec![Listed::Kept(0), successor]), [0, 2]);
+    // The successor has the name, and no alias.
+    assert_eq!(leaving.await.expect("no panic").0, 404);
+    app.models[0].control().release();
+    let (status, answer) = waiting.await.expect("no panic");
+    assert_eq!(
+        (status.as_u16(), &answer["choices"][0]["message"]["content"]),
+        (200, &json!("bug")),
+        "{answer}"
+    );
+    assert_eq!(busy.await.expect("no panic").0, 200);
+    assert_eq!(app.models[1].loads.load(Ordering::SeqCst), 0);
+}
+
 /// Pulls `new`, in as many steps as its file has bytes.
 struct FakeStore {
     model: Arc<FakeModel>,
@@ -550,6 +580,10 @@ struct FakeStore {
 }
 
 impl Store for FakeStore {
+    fn is_on(&self) -> bool {
+        true
+    }
+
     fn pull(
         &self,
         library: &Library,
@@ -565,7 +599,7 @@ impl Store for FakeStore {
         for completed in 0..=total {
             if !report(PullStep::File { path, digest, total, completed }) {
                 self.stopped.store(true, Ordering::SeqCst);
-                return Err(StoreError::Failed("stopped".into()));
+                return Err(StoreError::Hub("stopped".into()));
             }
             std::thread::sleep(Duration::from_millis(1));
         }
@@ -658,6 +692,11 @@ async fn a_pull_reports_its_progress_and_the_model_answers_until_it_is_deleted()
 #[tokio::test(flavor = "multi_thread")]
 async fn only_programs_of_this_machine_and_keys_pull_and_delete() {
     let (router, _) = with_store(1);
+    for name in ["x-forwarded-for", "via", "forwarded", "x-real-ip", "sec-fetch-site"] {
+        let mut request = from(delete("a"), "127.0.0.1", None);
+        request.headers_mut().insert(name, "x".parse().expect("a value"));
+        assert_eq!(send(&router, request).await.0, 403, "a proxy or a page: {name}");
+    }
     let pull = |model: &str| post_to("/api/pull", json!({"model": model, "stream": false}).to_string());
     let page = Some("http://127.0.0.1:8010");
     for (address, origin) in [("192.168.0.7", None), ("127.0.0.1", page), ("[::ffff:10.0.0.1]", None)] {

@@ -3,10 +3,12 @@
 use std::fs;
 use std::path::Path;
 use std::process::Command;
+use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 
 use crate::support::daemon::Daemon;
+use crate::support::fake_runner::HANG;
 use crate::support::hub::{Hub, at_home, tiny_gemma};
 use crate::support::program::{assert_error, in_shell, output, printed, unicorn_on_software};
 
@@ -32,6 +34,16 @@ fn ask(server: &Daemon, name: &str) -> (u16, Value) {
     let body = json!({"model": name, "messages": messages, "max_tokens": 4}).to_string();
     let (status, answer) = server.exchange("POST", "/v1/chat/completions", &[], &body);
     (status, serde_json::from_str(&answer).expect(&answer))
+}
+
+/// The files of `org/tiny` that the server has open or mapped.
+fn files_of_the_model(server: &Daemon) -> Vec<String> {
+    let process = Path::new("/proc").join(server.pid().to_string());
+    let open = fs::read_dir(process.join("fd")).expect("a process").flatten();
+    let open = open.filter_map(|file| Some(fs::read_link(file.path()).ok()?.display().to_string()));
+    let maps = fs::read_to_string(process.join("maps")).expect("a process");
+    let all = open.chain(maps.lines().map(str::to_owned));
+    all.filter(|line| line.contains("models--org--tiny")).collect()
 }
 
 fn pull(server: &Daemon, name: &str) -> Vec<Value> {
@@ -83,8 +95,39 @@ fn a_model_is_pulled_served_and_deleted_without_a_restart() {
     assert_eq!(server.exchange("DELETE", "/api/delete", &[], &body), (200, String::new()));
     assert_eq!(ids(&server), demo);
     assert!(!home.path().join("models/models--org--tiny").exists(), "the files are gone");
+    // No process keeps them open, so that the disk has its space back.
+    let since = Instant::now();
+    while !files_of_the_model(&server).is_empty() || !server.device_processes().is_empty() {
+        assert!(since.elapsed() < HANG, "{:?}", files_of_the_model(&server));
+        std::thread::sleep(Duration::from_millis(20));
+    }
     assert_eq!(ask(&server, "org/tiny").0, 404);
     assert_eq!(ask(&server, &demo[0]).0, 200);
+}
+
+/// A model that cannot be read is left out, and later pulls work.
+#[test]
+fn a_pulled_model_that_cannot_be_served_is_named_and_left_out() {
+    let (hub, home) = (tiny_gemma(), tempfile::tempdir().expect("a folder"));
+    let server = start(home.path(), &hub);
+    let demo = ids(&server);
+    let files = hub.set(|hub| {
+        "org/bad".clone_into(&mut hub.repo);
+        let files = hub.files.clone();
+        hub.files.retain(|file| file.path != "tokenizer.json");
+        files
+    });
+    let lines = pull(&server, "org/bad");
+    let error = lines.last().expect("a line")["error"].as_str().expect("an error").to_owned();
+    assert!(
+        error.contains("org/bad was pulled, but it cannot be served") && error.contains("tokenizer"),
+        "{error}"
+    );
+    assert_eq!(ids(&server), demo);
+    hub.set(|hub| (hub.repo, hub.files) = ("org/tiny".into(), files));
+    assert_eq!(pull(&server, "org/tiny").last(), Some(&json!({"status": "success"})));
+    assert_eq!(ids(&server), ["org/tiny"]);
+    assert_eq!(ask(&server, "org/tiny").0, 200);
 }
 
 /// A command of a person at this machine.
@@ -140,7 +183,7 @@ fn the_commands_ask_a_running_server() {
     printed(asks(&["stop", "org/tiny"]));
     // It is unloaded as soon as no request uses it.
     while printed(asks(&["ps"])).lines().count() > 1 {
-        std::thread::sleep(std::time::Duration::from_millis(20));
+        std::thread::sleep(Duration::from_millis(20));
     }
     let (code, _, stderr) = output(asks(&["stop", "org/tiny"]));
     assert!(code == 0 && stderr.contains("not loaded"), "{stderr}");

@@ -286,6 +286,7 @@ impl MessageFormat {
 impl Format for MessageFormat {
     const ID_PREFIX: &'static str = "msg_";
     const PROMPT: &'static str = "messages";
+    const HAS_COMMENTS: bool = true;
     type Form = Form;
     type Whole = Message;
     type Event = MessageEvent;
@@ -378,8 +379,6 @@ impl Format for MessageFormat {
         }
         Ok(events)
     }
-
-    const HAS_COMMENTS: bool = true;
 
     fn on_error(_: &Self::Form, _: Head) -> Failed<Self> {
         Box::new(|error: &ApiError| vec![MessageEvent::Error { error: error.anthropic().1 }])

@@ -124,7 +124,7 @@ macro_rules! families {
 fn exposition(server: &Server) -> String {
     let m = &server.metrics;
     let models = server.library().models();
-    let alone = (models.len() == 1).then(|| models[0].1.id());
+    let alone = (!server.library().is_shared()).then(|| models[0].1.id());
     let mut out = Exposition { text: String::new(), alone, model: None, name: "" };
     out.family("unicorn_build_info", "gauge", "The version that runs; always 1.")
         .sample(&[("version", env!("CARGO_PKG_VERSION"))], 1);

@@ -108,6 +108,10 @@ pub(in crate::api) async fn refuse_bodies(
     next.run(request).await
 }
 
+/// Fields of requests that web pages send, and of those that proxies forward.
+const OF_OTHERS: [&str; 7] =
+    ["origin", "sec-fetch-site", "forwarded", "via", "x-forwarded-for", "x-forwarded-host", "x-real-ip"];
+
 /// Authenticates a request, or answers why it is refused.
 pub(in crate::api) async fn authenticate(
     State(server): State<Arc<Server>>,
@@ -126,8 +130,8 @@ pub(in crate::api) async fn authenticate(
         Ok(Some(key)) => (server.identities.of_key(&key), true),
         Ok(None) => {
             let is_here = peer.is_some_and(|address| address.to_canonical().is_loopback());
-            let is_page = request.headers().contains_key(header::ORIGIN);
-            (server.identities.of_address(peer), is_here && !is_page)
+            let is_of_another = OF_OTHERS.iter().any(|name| request.headers().contains_key(*name));
+            (server.identities.of_address(peer), is_here && !is_of_another)
         }
         Err(error) => {
             if error == ApiError::WrongKey {

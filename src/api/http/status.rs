@@ -277,8 +277,10 @@ pub(in crate::api) async fn status(State(server): State<Arc<Server>>) -> Json<St
 /// All models of a server with several.
 fn listed(server: &Server) -> Option<Vec<StatusListed>> {
     let library = server.library();
+    // In this order, because models may join the list.
+    let models = library.models();
     let held = library.held()?;
-    let listed = library.models().into_iter().map(|(index, model)| {
+    let listed = models.into_iter().map(|(index, model)| {
         let engine = model.engine();
         let stats = engine.as_ref().map(|engine| engine.stats());
         StatusListed {

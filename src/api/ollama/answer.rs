@@ -210,6 +210,8 @@ fn some(text: String) -> Option<String> {
 impl<R: Route> Format for AnswerFormat<R> {
     const ID_PREFIX: &'static str = "ollama-";
     const PROMPT: &'static str = R::PROMPT;
+    /// Lines of JSON have no comments.
+    const HAS_COMMENTS: bool = false;
     type Form = Wanted<R::Prompt>;
     type Whole = R::Line;
     type Event = String;
@@ -339,9 +341,6 @@ impl<R: Route> Format for AnswerFormat<R> {
         let line = || self.text_line(Piece::default(), LineEnd::of_command(self.keep_alive));
         (reply.count == 0).then(line).into_iter().collect()
     }
-
-    /// Lines of JSON have no comments.
-    const HAS_COMMENTS: bool = false;
 
     fn on_error(_: &Self::Form, _: Head) -> Failed<Self> {
         Box::new(|error: &ApiError| vec![json_text(&error.ollama().1)])

@@ -40,6 +40,8 @@ replies! {
     struct OllamaCloud {
         /// Always true.
         disabled: bool,
+        /// What disables it. Always `config`.
+        source: &'static str,
     }
 
     pub(in crate::api) struct OllamaModels {
@@ -140,7 +142,7 @@ pub(in crate::api) async fn version() -> Json<OllamaVersion> {
     responses((status = 200, description = "The status.", body = OllamaStatus), OllamaAuthErrors),
 )]
 pub(in crate::api) async fn status() -> Json<OllamaStatus> {
-    Json(OllamaStatus { cloud: OllamaCloud { disabled: true } })
+    Json(OllamaStatus { cloud: OllamaCloud { disabled: true, source: "config" } })
 }
 
 /// Lists the models, in Ollama's format.

@@ -125,7 +125,7 @@ post_route! {
         if !stream {
             // Reads the lines, so that the download stops when the client is gone.
             while progress.recv().await.is_some() {}
-            ended.await.map_err(|_| StoreError::Failed("the download ended early".into()))??;
+            ended.await.map_err(|_| StoreError::Local("the download ended early (see the log)".into()))??;
             return Ok(Json(pulled).into_response());
         }
         Ok(exchange::lines(async_stream::stream! {
@@ -154,6 +154,9 @@ fn start(
         // When the last line of a file was sent, and the file.
         let mut sent: Option<(Instant, String)> = None;
         store.pull(server.library(), &name, known, &mut |step| {
+            if !server.library().takes_requests() {
+                return false;
+            }
             if let PullStep::File { digest, total, completed, .. } = step {
                 let is_new = |(at, of): &(Instant, String)| of != digest || at.elapsed() >= REPORT_EVERY;
                 if completed < total && !sent.as_ref().is_none_or(is_new) {
@@ -168,9 +171,9 @@ fn start(
     })
 }
 
-/// The error for a library that has lost its store, which cannot happen.
+/// The error if the configuration has just turned the store off.
 fn no_store() -> StoreError {
-    StoreError::Failed(NO_STORE.into())
+    StoreError::Conflict(NO_STORE.into())
 }
 
 /// Deletes the files of a pulled model, in Ollama's format. Requests that use the model are answered first.

@@ -309,6 +309,7 @@ struct Chat {
 impl Format for Chat {
     const ID_PREFIX: &'static str = "chatcmpl-";
     const PROMPT: &'static str = "messages";
+    const HAS_COMMENTS: bool = true;
     type Form = Form;
     type Whole = ChatCompletion;
     type Event = String;
@@ -433,8 +434,6 @@ impl Format for Chat {
     fn end(&mut self, _: &Reply) -> Vec<String> {
         exchange::done()
     }
-
-    const HAS_COMMENTS: bool = true;
 
     fn on_error(_: &Self::Form, _: Head) -> Failed<Self> {
         Box::new(exchange::failed_lines)

@@ -337,6 +337,7 @@ impl Completion {
 impl Format for TextFormat {
     const ID_PREFIX: &'static str = "cmpl-";
     const PROMPT: &'static str = "prompt";
+    const HAS_COMMENTS: bool = true;
     type Form = CompletionForm;
     type Whole = Completion;
     type Event = String;
@@ -425,8 +426,6 @@ impl Format for TextFormat {
     fn end(&mut self, _: &Reply) -> Vec<String> {
         exchange::done()
     }
-
-    const HAS_COMMENTS: bool = true;
 
     fn on_error(_: &Self::Form, _: Head) -> Failed<Self> {
         Box::new(exchange::failed_lines)

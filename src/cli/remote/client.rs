@@ -3,7 +3,7 @@
 //! A request blocks its thread. Waits for a connection and the lengths of answers are bounded; the wait for an answer is not,
 //! because a load may take minutes.
 
-use std::io::{BufRead as _, BufReader, Read as _};
+use std::io::{BufRead as _, BufReader, ErrorKind, Read as _};
 use std::time::Duration;
 
 use serde_json::Value;
@@ -12,15 +12,26 @@ use ureq::http::{Method, Request, Response};
 use ureq::{Agent, Body};
 
 use crate::cli::error::Error;
+use crate::cli::log::note;
 use crate::config::Config;
 
 const CONNECT: Duration = Duration::from_secs(5);
+/// Longest wait for the answer to the first question, which needs no model.
+const PROBE: Duration = Duration::from_secs(20);
 /// Longest answer that is not a stream, longest line of a stream, and longest stream.
 const MAX_BODY_BYTES: u64 = 16 << 20;
 const MAX_LINE_BYTES: u64 = 1 << 20;
 const MAX_STREAM_BYTES: u64 = 1 << 30;
 /// The variable with the key for the server.
 const KEY_VARIABLE: &str = "UNICORN_API_KEY";
+
+/// What a probe found instead of a server.
+enum Probe {
+    /// Nothing listens.
+    Nobody(Error),
+    Another(Error),
+    Refused(Error),
+}
 
 /// A running server.
 #[derive(Clone)]
@@ -49,10 +60,41 @@ impl Client {
         let url = given.clone().unwrap_or_else(|| configured(config));
         let key = std::env::var(KEY_VARIABLE).ok().filter(|key| !key.is_empty());
         let client = Self { agent: agent.build().into(), url, key };
-        match client.send(&Method::GET, "/api/version", None) {
-            Ok(_) => Ok(Some(client)),
-            Err(Error::Remote { status: None, .. }) if given.is_none() => Ok(None),
-            Err(error) => Err(error),
+        match client.probe() {
+            Ok(()) => Ok(Some(client)),
+            Err(Probe::Nobody(error)) => match given {
+                Some(_) => Err(error),
+                None => Ok(None),
+            },
+            Err(Probe::Another(error)) => match given {
+                Some(_) => Err(error),
+                None => {
+                    note(format_args!("{error}: it is not asked"));
+                    Ok(None)
+                }
+            },
+            Err(Probe::Refused(error)) => Err(error),
+        }
+    }
+
+    /// Asks whether a server with Ollama's API listens.
+    fn probe(&self) -> Result<(), Probe> {
+        let request = Request::builder().uri(format!("{}/api/version", self.url)).body(());
+        let request =
+            request.map_err(|error| Probe::Refused(Error::Argument(format!("{}: {error}", self.url))))?;
+        let request = self.agent.configure_request(request).timeout_global(Some(PROBE)).build();
+        let mut response = match self.agent.run(request) {
+            Ok(response) => response,
+            Err(ureq::Error::Io(error)) if error.kind() == ErrorKind::ConnectionRefused => {
+                return Err(Probe::Nobody(self.failed(error.to_string())));
+            }
+            Err(error) => return Err(Probe::Refused(self.failed(error.to_string()))),
+        };
+        let body = response.body_mut().with_config().limit(MAX_LINE_BYTES).read_to_vec().unwrap_or_default();
+        let body: Option<Value> = serde_json::from_slice(&body).ok();
+        match body {
+            Some(body) if body["version"].is_string() || body["error"].is_string() => Ok(()),
+            _ => Err(Probe::Another(self.failed("another program answers there".into()))),
         }
     }
 
@@ -88,7 +130,8 @@ impl Client {
             }
             let value: Value = serde_json::from_slice(&line).map_err(|_| self.foreign(&line))?;
             if let Some(problem) = value["error"].as_str() {
-                return Err(self.failed(problem.to_owned()));
+                let (url, problem) = (self.url.clone(), problem.to_owned());
+                return Err(Error::Remote { url, status: Some(200), problem });
             }
             if !on_line(value)? {
                 return Ok(());

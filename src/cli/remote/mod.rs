@@ -215,26 +215,27 @@ fn pull_through(client: &Client, name: &ModelName) -> Result<(), Error> {
     Ok(())
 }
 
+fn rm_from(client: &Client, args: &args::Rm) -> Result<(), Error> {
+    let asked = json!({"model": args.model});
+    client.ask(&Method::POST, "/api/show", &asked)?;
+    let what = format!("remove {} from the server at {}", args.model, client.url());
+    if !args.yes && !models::confirm(&what)? {
+        return Err(Error::Argument(format!("{} was not removed", args.model)));
+    }
+    client.ask(&Method::DELETE, "/api/delete", &asked)?;
+    say(format_args!("removed {}", args.model));
+    Ok(())
+}
+
 /// Removes a pulled model, of a server or of this user.
 pub fn rm(config: &Config, args: &args::Rm) -> Result<(), Error> {
     if let Some(client) = Client::find(config, args.server.url.as_deref())? {
-        let asked = json!({"model": args.model});
-        let is_served = client.ask(&Method::POST, "/api/show", &asked);
-        if is_served.is_ok() || args.server.url.is_some() {
-            is_served?;
-            let what = format!("remove {} from the server at {}", args.model, client.url());
-            if !args.yes && !models::confirm(&what)? {
-                return Err(Error::Argument(format!("{} was not removed", args.model)));
+        match rm_from(&client, args) {
+            // The server does not serve the model, or serves only the models of its configuration.
+            Err(Error::Remote { status: Some(404 | 501), problem, .. }) if args.server.url.is_none() => {
+                note(format_args!("{problem}: looking in this user's folder"));
             }
-            match client.ask(&Method::DELETE, "/api/delete", &asked) {
-                // The server serves the models of its configuration alone.
-                Err(Error::Remote { status: Some(501), .. }) if args.server.url.is_none() => {}
-                removed => {
-                    removed?;
-                    say(format_args!("removed {}", args.model));
-                    return Ok(());
-                }
-            }
+            removed => return removed,
         }
     }
     models::remove(config, &names::read_name(&args.model).map_err(HubError::from)?, args.yes)

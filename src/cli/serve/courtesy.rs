@@ -23,6 +23,8 @@ const RUN: &str = "/run";
 const RUN_VARIABLE: &str = "UNICORN_RUN_DIR";
 /// Relative to the folder of run-time data (`/run`).
 const SESSIONS: &str = "systemd/sessions";
+/// How often a thread without a limit looks whether its engine has ended.
+const LOOK_EVERY: Duration = Duration::from_secs(5);
 /// How often the sessions are read, if a limit is configured.
 const READ_EVERY: Duration = Duration::from_secs(2);
 /// Maximum number of files that are read, and maximum bytes of each. The file of a session has about 500 bytes.
@@ -88,8 +90,8 @@ impl CourtesyWatch {
         let mut applied = watch.update(&engine);
         let thread = std::thread::Builder::new().name("courtesy".into()).spawn(move || {
             while engine.health().is_ok() {
-                // Without a limit, the thread only waits for a new configuration.
-                let pause = if applied.is_bound() { READ_EVERY } else { Duration::MAX };
+                // Without a limit, the thread only waits for a new configuration, and for the end of the engine.
+                let pause = if applied.is_bound() { READ_EVERY } else { LOOK_EVERY };
                 let is_applied = |state: &mut State| state.courtesy == applied;
                 drop(watch.0.changed.wait_timeout_while(watch.lock(), pause, is_applied));
                 applied = watch.update(&engine);

@@ -33,7 +33,7 @@ use super::log;
 use crate::api::{self, Connections, FILES_PER_CONNECTION, Options, Server, Tls};
 use crate::config::{self, Config};
 use crate::engine::{ClientId, EngineHandle};
-use crate::library::Loaded;
+use crate::library::{LibraryError, Loaded};
 use crate::text::panic_message;
 
 /// How often a stream that waits for its first token sends a comment.
@@ -176,7 +176,7 @@ pub fn serve(config: &Config, root: Option<&Path>, reload: Reload, log_filter: S
             let at_start = async {
                 match loaded {
                     Some(loaded) => take_only(loaded, &server, lose).await,
-                    None => preload(config, &catalogue, &server).await,
+                    None => preload(&catalogue, &server).await,
                 }
             };
             let started = tokio::select! {
@@ -267,19 +267,24 @@ async fn take_only(loaded: LoadedOnly, server: &Server, lose: oneshot::Sender<()
 }
 
 /// Reads what lists say about each of several models, and loads those that are configured so.
-async fn preload(config: &Config, catalogue: &Catalogue, server: &Server) -> Result<(), Error> {
-    for (index, loader) in catalogue.loaders().into_iter().enumerate() {
-        let reading = Arc::clone(&loader);
+async fn preload(catalogue: &Catalogue, server: &Server) -> Result<(), Error> {
+    let models = catalogue.models();
+    for (_, loader) in &models {
+        let reading = Arc::clone(loader);
         let read = tokio::task::spawn_blocking(move || reading.read_card()).await;
         match read.map_err(|_| Error::LoadPanicked)? {
-            Err(error) if index < config.models.serve.len() => return Err(error),
+            Err(error) if !loader.is_pulled() => return Err(error),
             // A pulled model that is not listed may be one that no server can serve.
             Err(error) => tracing::warn!("{:?} cannot be served: {error}", loader.model.id()),
             Ok(()) => {}
         }
     }
-    for (index, _) in config.models.serve.iter().enumerate().filter(|(_, served)| served.preload) {
-        drop(server.library().admit(index, ClientId::default()).await?);
+    for (index, _) in models.iter().filter(|(_, loader)| loader.is_preloaded()) {
+        match server.library().admit(*index, ClientId::default()).await {
+            // The configuration was read again in the meantime.
+            Err(LibraryError::Gone(_)) => {}
+            admitted => drop(admitted?),
+        }
     }
     Ok(())
 }

@@ -1,7 +1,7 @@
 //! The models of a server: what it serves by its configuration, and how each is loaded.
 
 use std::collections::BTreeSet;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
@@ -14,7 +14,7 @@ use crate::cli::energy::Meter;
 use crate::cli::error::Error;
 use crate::cli::load::Texts;
 use crate::cli::{load, models, names, plan};
-use crate::config::{Config, ServedModel};
+use crate::config::{self, Config, ServedModel};
 use crate::device::{DeviceFactory, Observer};
 use crate::engine::{EnergyCounter, Engine, EngineConfig, Lease};
 use crate::hub::{self, Cache, HubError, ModelName, Progress, Settings};
@@ -34,7 +34,8 @@ pub struct ModelLoader {
     served: ServedModel,
     /// Where the files of a pulled model without an entry are.
     pulled: Option<(Cache, ModelName)>,
-    is_alone: bool,
+    /// [`Source::is_alone`], now.
+    is_alone: Arc<AtomicBool>,
     config: Config,
     files: ModelFiles,
     machine: Machine,
@@ -117,11 +118,12 @@ impl Shared {
         let any = config.server.any_model_name;
         let names = ModelNames { id, aliases: served.aliases.clone(), any };
         let mut model = Model::new(names).pinned(served.pin);
+        let is_alone = Arc::new(AtomicBool::new(is_alone));
         if let Some((_, name)) = &pulled {
-            let name = name.clone();
+            let (name, is_alone) = (name.clone(), Arc::clone(&is_alone));
             model = model.meant_by(move |text| {
                 names::read_name(text).is_ok_and(|mut asked| {
-                    if is_alone && asked.file.is_none() {
+                    if is_alone.load(Ordering::Relaxed) && asked.file.is_none() {
                         asked.file.clone_from(&name.file);
                     }
                     hub::is_meant(&name, &asked)
@@ -155,6 +157,8 @@ pub struct Catalogue {
     config: Mutex<Config>,
     /// The present models, each with its number in the library.
     list: Mutex<Vec<(usize, Arc<ModelLoader>)>>,
+    /// Held while the list is read again and replaced, so that no change is lost.
+    refreshing: Mutex<()>,
     /// How many models are being pulled.
     pulls: AtomicUsize,
 }
@@ -184,16 +188,18 @@ pub fn library(config: &Config, shared: Shared) -> Result<(Library, Arc<Catalogu
         shared,
         config: Mutex::new(config.clone()),
         list: Mutex::new(loaders.into_iter().enumerate().collect()),
+        refreshing: Mutex::new(()),
         pulls: AtomicUsize::new(0),
     });
-    let library = match config.models.pulled && is_of_several {
+    let library = match is_of_several {
         true => library.with_store(Arc::clone(&catalogue)),
         false => library,
     };
     Ok((library, catalogue))
 }
 
-/// The loaders of all models of a server with several. One of `known` stays for an entry that did not change.
+/// The loaders of all models of a server with several. One of `known` stays for an entry that did not change. If `known` is
+/// not empty, the small files of new models are read, so that only models which can be listed are added.
 fn loaders(
     config: &Config,
     shared: &Shared,
@@ -201,11 +207,18 @@ fn loaders(
 ) -> Result<Vec<Arc<ModelLoader>>, Error> {
     let mut loaders = Vec::new();
     for source in listed(config)? {
-        loaders.push(match find(known, &source) {
-            Some(loader) => loader,
-            None => shared.bounded(source)?,
-        });
+        loaders.push(known_or_new(known, shared, source)?);
     }
+    complete(config, shared, known, loaders)
+}
+
+/// Adds the pulled models to those of the configuration, or the demo model if there is no other.
+fn complete(
+    config: &Config,
+    shared: &Shared,
+    known: &[Arc<ModelLoader>],
+    mut loaders: Vec<Arc<ModelLoader>>,
+) -> Result<Vec<Arc<ModelLoader>>, Error> {
     if config.models.pulled {
         add_pulled(config, shared, known, &mut loaders);
     }
@@ -214,7 +227,7 @@ fn loaders(
         let served = ServedModel::default();
         let config = config.of_model(&served).map_err(Error::Argument)?;
         let demo = Source { served, config, pulled: None, is_alone: false };
-        loaders.push(find(known, &demo).map_or_else(|| shared.bounded(demo), Ok)?);
+        loaders.push(known_or_new(known, shared, demo)?);
     }
     let mut names = BTreeSet::new();
     if let Some(name) =
@@ -227,9 +240,26 @@ fn loaders(
     Ok(loaders)
 }
 
+/// The known loader of a model, if its entry and its files did not change, or else a new one.
+fn known_or_new(
+    known: &[Arc<ModelLoader>],
+    shared: &Shared,
+    source: Source,
+) -> Result<Arc<ModelLoader>, Error> {
+    if let Some(loader) = find(known, &source) {
+        loader.is_alone.store(source.is_alone, Ordering::Relaxed);
+        return Ok(loader);
+    }
+    let loader = shared.bounded(source)?;
+    if !known.is_empty() {
+        loader.read_card()?;
+    }
+    Ok(loader)
+}
+
 /// The known loader of a model, if its entry and its files did not change.
 fn find(known: &[Arc<ModelLoader>], source: &Source) -> Option<Arc<ModelLoader>> {
-    // A model is loaded at the start only.
+    // `preload` has an effect at the start only.
     let key = |served: &ServedModel| ServedModel { preload: false, ..served.clone() };
     let is_it = |loader: &&Arc<ModelLoader>| {
         let is_same_entry = key(&loader.served) == key(&source.served);
@@ -255,9 +285,16 @@ fn add_pulled(
             tracing::warn!("the pulled models of {} are not served: {error}", cache.root().display());
             Vec::new()
         });
-        let is_servable =
-            |pulled: &&hub::Pulled| !matches!(pulled.format, hub::Format::Partial | hub::Format::Other);
-        for pulled in list.iter().filter(is_servable) {
+        let is_servable = |pulled: &&hub::Pulled| {
+            // After an update, the files of the revision before may still be there.
+            let is_replaced = pulled.name.is_commit()
+                && list
+                    .iter()
+                    .any(|other| other.name.repo == pulled.name.repo && other.name.revision.is_none());
+            !is_replaced && !matches!(pulled.format, hub::Format::Partial | hub::Format::Other)
+        };
+        let servable: Vec<_> = list.iter().filter(is_servable).collect();
+        for pulled in &servable {
             let (name, path) = (pulled.name.to_string(), pulled.path.display().to_string());
             let is_listed = |loader: &Arc<ModelLoader>| {
                 loader.config.model.path.as_ref() == Some(&path) || loader.model.is_called(&name)
@@ -265,13 +302,14 @@ fn add_pulled(
             if loaders.iter().any(is_listed) {
                 continue;
             }
-            let is_alone = list.iter().filter(|other| other.name.repo == pulled.name.repo).count() == 1;
+            let is_of_same = |other: &&&hub::Pulled| {
+                other.name.repo == pulled.name.repo && other.name.revision == pulled.name.revision
+            };
+            let is_alone = servable.iter().filter(is_of_same).count() == 1;
             let served = ServedModel { path, name: Some(name.clone()), ..ServedModel::default() };
             let loader = config.of_model(&served).map_err(Error::Argument).and_then(|config| {
                 let pulled = Some((cache.clone(), pulled.name.clone()));
-                let source = Source { served, config, pulled, is_alone };
-                let known = find(known, &source).filter(|loader| loader.is_alone == is_alone);
-                known.map_or_else(|| shared.bounded(source), Ok)
+                known_or_new(known, shared, Source { served, config, pulled, is_alone })
             });
             match loader {
                 Ok(loader) => loaders.push(loader),
@@ -316,6 +354,11 @@ impl Catalogue {
         self.config.lock().expect("nothing panics under this lock").clone()
     }
 
+    /// The present models in their order, each with its number in the library.
+    pub fn models(&self) -> Vec<(usize, Arc<ModelLoader>)> {
+        self.list().clone()
+    }
+
     /// The loaders of the present models, in their order.
     pub fn loaders(&self) -> Vec<Arc<ModelLoader>> {
         self.list().iter().map(|(_, loader)| Arc::clone(loader)).collect()
@@ -337,37 +380,58 @@ impl Catalogue {
         loaders(&self.config().with_list_of(config), &self.shared, &self.loaders()).map(drop)
     }
 
-    /// Serves the models of `config` in place of the present ones. `None` = those of the present configuration, after a
-    /// change of the pulled models.
-    pub fn refresh(&self, library: &Library, config: Option<&Config>) -> Result<(), Error> {
+    /// Serves the models of `config` in place of the present ones.
+    pub fn follow(&self, library: &Library, config: &Config) -> Result<(), Error> {
+        let _refreshing = self.refreshing.lock().expect("nothing panics under this lock");
+        let config = self.config().with_list_of(config);
+        let loaders = loaders(&config, &self.shared, &self.loaders())?;
+        self.serve(library, loaders);
+        *self.config.lock().expect("nothing panics under this lock") = config;
+        Ok(())
+    }
+
+    /// Serves the models that are pulled now. Those of the configuration stay as they are.
+    fn refresh_pulled(&self, library: &Library) -> Result<(), Error> {
+        let _refreshing = self.refreshing.lock().expect("nothing panics under this lock");
+        let known = self.loaders();
+        let listed =
+            known.iter().filter(|loader| !loader.is_pulled() && !loader.is_demo()).cloned().collect();
+        let loaders = complete(&self.config(), &self.shared, &known, listed)?;
+        self.serve(library, loaders);
+        Ok(())
+    }
+
+    fn serve(&self, library: &Library, loaders: Vec<Arc<ModelLoader>>) {
         let mut list = self.list();
-        let config = config.map_or_else(|| self.config(), |config| self.config().with_list_of(config));
-        let known: Vec<_> = list.iter().map(|(_, loader)| Arc::clone(loader)).collect();
         let number = |loader: &Arc<ModelLoader>| {
             list.iter().find(|(_, known)| Arc::ptr_eq(known, loader)).map(|(number, _)| *number)
         };
-        let mut new = Vec::new();
-        for loader in loaders(&config, &self.shared, &known)? {
-            if number(&loader).is_none() {
-                match loader.read_card() {
-                    Err(error) if loader.pulled.is_none() => return Err(error),
-                    Err(error) => {
-                        tracing::warn!("{:?} cannot be served: {error}", loader.model.id());
-                        continue;
-                    }
-                    Ok(()) => tracing::info!("serving {:?}", loader.model.id()),
-                }
-            }
-            new.push(loader);
-        }
-        let listed = new.iter().map(|loader| match number(loader) {
+        let listed = loaders.iter().map(|loader| match number(loader) {
             Some(number) => Listed::Kept(number),
-            None => Listed::New(Arc::clone(&loader.model), Box::new(Arc::clone(loader))),
+            None => {
+                tracing::info!("serving {:?}", loader.model.id());
+                Listed::New(Arc::clone(&loader.model), Box::new(Arc::clone(loader)))
+            }
         });
         let numbers = library.replace(listed.collect());
-        *list = numbers.into_iter().zip(new).collect();
-        *self.config.lock().expect("nothing panics under this lock") = config;
-        Ok(())
+        *list = numbers.into_iter().zip(loaders).collect();
+    }
+
+    /// The model, other than `loader`, that uses files which are deleted with `name`.
+    fn other_user(&self, loader: &Arc<ModelLoader>, name: &ModelName) -> Option<Arc<ModelLoader>> {
+        let path = Path::new(loader.config.model.path.as_ref()?);
+        let is_repository = |folder: &&Path| {
+            folder.file_name().is_some_and(|name| name.to_string_lossy().starts_with("models--"))
+        };
+        // Without a revision and a file, the whole repository is deleted.
+        let is_whole = name.revision.is_none() && name.file.is_none();
+        let deleted = path.ancestors().find(is_repository).filter(|_| is_whole).unwrap_or(path);
+        let uses = |other: &ModelLoader| {
+            let config::Model { path, draft, .. } = &other.config.model;
+            [path, draft].into_iter().flatten().any(|used| Path::new(used).starts_with(deleted))
+        };
+        let loaders = self.loaders();
+        loaders.into_iter().find(|other| !Arc::ptr_eq(other, loader) && uses(other))
     }
 
     fn pull(
@@ -383,7 +447,7 @@ impl Catalogue {
             return Ok(()); // it is in the configuration
         }
         let name = names::read_name(name).map_err(|error| StoreError::Invalid(error.to_string()))?;
-        let failed = |error: Error| StoreError::Failed(error.to_string());
+        let failed = |error: Error| StoreError::Local(error.to_string());
         let settings = Settings::from_environment(|name| std::env::var_os(name));
         let settings = settings.map_err(|error| failed(error.into()))?;
         let cache = models::cache_to_pull_to(&self.config()).map_err(failed)?;
@@ -411,13 +475,18 @@ impl Catalogue {
             pulled => pulled?,
         };
         report(PullStep::Add);
-        self.refresh(library, None).map_err(failed)?;
+        self.refresh_pulled(library).map_err(failed)?;
         let path = pulled.display().to_string();
         if self.loaders().iter().any(|loader| loader.config.model.path.as_ref() == Some(&path)) {
             return Ok(());
         }
         // It is left out of the list. Reading it again says why.
-        let why = load::files_at(&pulled, &self.config().model).and_then(|files| Ok(arch::load(&files)?));
+        let config = self.config();
+        let served = ServedModel { path, ..ServedModel::default() };
+        let why = config.of_model(&served).map_err(Error::Argument).and_then(|config| {
+            let source = Source { served, config, pulled: None, is_alone: false };
+            self.shared.bounded(source)?.read_card()
+        });
         let why = why.err().map_or("the log says why".to_owned(), |error| error.to_string());
         Err(StoreError::Conflict(format!("{name} was pulled, but it cannot be served: {why}")))
     }
@@ -434,12 +503,17 @@ impl From<HubError> for StoreError {
             HubError::Space { .. } | HubError::Busy { .. } | HubError::NothingToServe { .. } => {
                 Self::Conflict(text)
             }
-            _ => Self::Failed(text),
+            HubError::File { .. } | HubError::Settings(_) => Self::Local(text),
+            _ => Self::Hub(text),
         }
     }
 }
 
 impl Store for Arc<Catalogue> {
+    fn is_on(&self) -> bool {
+        self.config.lock().expect("nothing panics under this lock").models.pulled
+    }
+
     fn pull(
         &self,
         library: &Library,
@@ -447,13 +521,21 @@ impl Store for Arc<Catalogue> {
         known: Option<usize>,
         report: &mut dyn FnMut(PullStep<'_>) -> bool,
     ) -> Result<(), StoreError> {
+        /// Frees the place when dropped.
+        struct Place<'a>(&'a AtomicUsize);
+
+        impl Drop for Place<'_> {
+            fn drop(&mut self) {
+                self.0.fetch_sub(1, Ordering::AcqRel);
+            }
+        }
+
         let others = self.pulls.fetch_add(1, Ordering::AcqRel);
-        let pulled = match others < MOST_PULLS {
+        let _place = Place(&self.pulls);
+        match others < MOST_PULLS {
             true => Catalogue::pull(self, library, name, known, report),
-            false => Err(StoreError::Busy(others)),
-        };
-        self.pulls.fetch_sub(1, Ordering::AcqRel);
-        pulled
+            false => Err(StoreError::Busy(MOST_PULLS)),
+        }
     }
 
     fn delete(&self, library: &Library, index: usize) -> Result<(), StoreError> {
@@ -465,11 +547,18 @@ impl Store for Arc<Catalogue> {
                 loader.model.id()
             )));
         };
+        if let Some(other) = self.other_user(&loader, name) {
+            return Err(StoreError::Conflict(format!(
+                "the files of {:?} are used by {:?} too: they cannot be deleted",
+                loader.model.id(),
+                other.model.id()
+            )));
+        }
         if let Some(removal) = cache.removal(name)? {
             removal.apply()?;
             tracing::info!("deleted {name} in {}", cache.root().display());
         }
-        self.refresh(library, None).map_err(|error| StoreError::Failed(error.to_string()))
+        self.refresh_pulled(library).map_err(|error| StoreError::Local(error.to_string()))
     }
 }
 
@@ -488,6 +577,21 @@ fn template_kwargs(served: &ServedModel) -> Result<TemplateKwargs, Error> {
 }
 
 impl ModelLoader {
+    /// Whether it is a pulled model without an entry in the configuration.
+    pub fn is_pulled(&self) -> bool {
+        self.pulled.is_some()
+    }
+
+    /// Whether it is the demo model, which has no entry either.
+    fn is_demo(&self) -> bool {
+        self.config.model.path.is_none()
+    }
+
+    /// Whether it is loaded at the start.
+    pub fn is_preloaded(&self) -> bool {
+        self.served.preload
+    }
+
     /// Reads what lists of models say about the files.
     pub fn read_card(&self) -> Result<(), Error> {
         self.texts().map(drop)

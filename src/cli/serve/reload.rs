@@ -106,7 +106,7 @@ impl Running {
         check_keyless(self.address, access.keys.is_empty(), &config.server)?;
         let has_new_list = self.server.library().is_shared() && is_of_several(&config);
         if has_new_list {
-            self.catalogue.refresh(self.server.library(), Some(&config))?;
+            self.catalogue.follow(self.server.library(), &config)?;
         }
         if let (Some(tls), Some(renewed)) = (&self.tls, &renewed) {
             tls.renew(renewed);

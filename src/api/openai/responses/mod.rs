@@ -479,6 +479,7 @@ impl ResponseFormat {
 impl Format for ResponseFormat {
     const ID_PREFIX: &'static str = ID_PREFIX;
     const PROMPT: &'static str = "input";
+    const HAS_COMMENTS: bool = true;
     type Form = Form;
     type Whole = ResponseObject;
     type Event = ResponseEvent;
@@ -541,8 +542,6 @@ impl Format for ResponseFormat {
         let response = self.base(reply).object(ResponseStatus::InProgress, Vec::new());
         Some(ResponseEvent::InProgress { response })
     }
-
-    const HAS_COMMENTS: bool = true;
 
     fn on_error(form: &Form, head: Head) -> Failed<Self> {
         let base = ResponseBase { head, repeated: form.repeated.clone() };
