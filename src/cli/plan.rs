@@ -6,6 +6,7 @@ use std::path::Path;
 use serde_json::json;
 
 use super::args::{self, Class, Target};
+use super::doctor::Machine;
 use super::error::Error;
 use super::load::{self, Room};
 use super::terminal::{bytes, print};
@@ -35,6 +36,42 @@ struct Part {
     name: String,
     config: ModelSpec,
     schemes: Schemes,
+    /// Bytes of the files with weights; 0 if there are none.
+    file_bytes: u64,
+}
+
+/// Memory that the system, the server and other programs need while a model is loaded.
+const OTHERS_BYTES: u64 = 2 << 30;
+
+/// Where a load reads a model's files that was loaded before.
+struct LoadAgain {
+    file_bytes: u64,
+    /// Bytes of the loaded model in the machine's memory, which is not the GPU's own.
+    host_bytes: u64,
+    memory_bytes: u64,
+}
+
+impl LoadAgain {
+    /// Whether the files stay in the page cache while the model is loaded.
+    fn is_from_memory(&self) -> bool {
+        let used = self.host_bytes.saturating_add(OTHERS_BYTES).saturating_add(self.file_bytes);
+        used <= self.memory_bytes
+    }
+
+    fn describe(&self) -> String {
+        let Self { file_bytes, host_bytes, memory_bytes } = self;
+        let (from, fit) = match self.is_from_memory() {
+            true => ("memory", "stay cached"),
+            false => ("the disk", "do not fit"),
+        };
+        format!(
+            "from {from}: {} of files {fit} next to {} of the model and {} for other programs, in {}",
+            bytes(*file_bytes),
+            bytes(*host_bytes),
+            bytes(OTHERS_BYTES),
+            bytes(*memory_bytes)
+        )
+    }
 }
 
 /// A number of sequences for which a plan shows the longest context, in addition to one and the requested number.
@@ -52,6 +89,8 @@ struct Report<'a> {
     /// Number of sequences, the longest context of each, and the largest allocation if only that limits the context.
     largest: Vec<(usize, usize, Option<u64>)>,
     room: &'a Room,
+    /// Whether the plan is for a machine that --vram and --gtt describe.
+    is_described: bool,
 }
 
 pub fn plan(config: &Config, args: &args::Plan) -> Result<(), Error> {
@@ -72,7 +111,18 @@ pub fn plan(config: &Config, args: &args::Plan) -> Result<(), Error> {
         (n, context, request.allocation_limit(machine, limits, context, n))
     });
     let largest = largest.collect();
-    let report = Report { subject: &subject, request, kv, sequences, wanted, outcome, largest, room: &room };
+    let is_described = described.is_some();
+    let report = Report {
+        subject: &subject,
+        request,
+        kv,
+        sequences,
+        wanted,
+        outcome,
+        largest,
+        room: &room,
+        is_described,
+    };
     print(&if args.json { report.json() } else { report.text() })?;
     report.outcome.map(drop).map_err(|error| Box::new(error).into())
 }
@@ -150,7 +200,8 @@ fn checkpoint(model: &str, config: &Config) -> Result<Subject, Error> {
 fn part(files: &ModelFiles, config: &Config) -> Result<Part, Error> {
     let source = load::Source::open(files)?;
     let schemes = Schemes::of(&source.weights()?, config.model.quantize)?;
-    Ok(Part { name: files.location(), config: source.config, schemes })
+    let file_bytes = source.checkpoint.total_bytes();
+    Ok(Part { name: files.location(), config: source.config, schemes, file_bytes })
 }
 
 /// A draft model's weights keep the schemes of its files.
@@ -160,7 +211,8 @@ fn draft(path: &str, model: &ModelSpec) -> Result<Part, Error> {
     check_draft(model, &source.config)
         .map_err(|problem| Error::Argument(format!("{}: {problem}", files.display("config.json"))))?;
     let schemes = Schemes::of(&source.weights()?, QuantizeMode::None)?;
-    Ok(Part { name: files.location(), config: source.config, schemes })
+    let file_bytes = source.checkpoint.total_bytes();
+    Ok(Part { name: files.location(), config: source.config, schemes, file_bytes })
 }
 
 fn published(shape: Shape, args: &args::Planned) -> Subject {
@@ -189,7 +241,7 @@ fn published(shape: Shape, args: &args::Planned) -> Subject {
         };
         (format!("--scheme {scheme}"), of(target))
     });
-    let model = Part { name: shape.name.into(), config, schemes };
+    let model = Part { name: shape.name.into(), config, schemes, file_bytes: 0 };
     Subject { model, draft: None, assumption: args.assumption(), others: others.into() }
 }
 
@@ -241,7 +293,22 @@ impl Report<'_> {
                 limit.map(|n| format!(" (one allocation holds at most {})", bytes(n))).unwrap_or_default();
             text += &format!("{name:<16} {}{why}\n", contexts(*sequences, *context));
         }
+        if let Some(again) = self.load_again() {
+            text += &format!("load again       {}\n", again.describe());
+        }
         text
+    }
+
+    /// What a load after the first one reads. `None` = the plan has no files, does not fit, or is for another machine.
+    fn load_again(&self) -> Option<LoadAgain> {
+        let Subject { model, draft, .. } = self.subject;
+        let file_bytes = model.file_bytes + draft.as_ref().map_or(0, |draft| draft.file_bytes);
+        let fit = self.outcome.as_ref().ok().filter(|_| !self.is_described && file_bytes > 0)?;
+        let heaps = fit.plan.heaps.iter();
+        let of_host = heaps.filter(|heap| self.room.is_software || !heap.heap.device_local);
+        let host_bytes = of_host.map(|heap| heap.placed).sum();
+        let memory_bytes = Machine::new(None).memory("MemTotal")?;
+        Some(LoadAgain { file_bytes, host_bytes, memory_bytes })
     }
 
     /// The bytes of each class in each heap, or the requested bytes of each class if they do not fit.
@@ -287,7 +354,7 @@ impl Report<'_> {
     }
 
     fn json(&self) -> String {
-        let Self { subject, request, kv, sequences, wanted, outcome, largest, room } = self;
+        let Self { subject, request, kv, sequences, wanted, outcome, largest, room, .. } = self;
         let ffn_choice = room.ffn_choice();
         let (context, heaps) = match outcome {
             Ok(fit) => (fit.context, &fit.plan.heaps),
@@ -355,7 +422,29 @@ impl Report<'_> {
             "heaps": heaps,
             "ffn_heap": {"first": ffn_choice.heap().name(), "why": ffn_choice.to_string()},
             "placements": placements,
+            "load_again_from_memory": self.load_again().map(|again| again.is_from_memory()),
         });
         format!("{line}\n")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn files_stay_cached_if_both_copies_fit() {
+        let gib = |n: u64| n << 30;
+        // A 27B on 96 GB, of which the firmware gives 16 GiB to the GPU; on 32 GB; and in VRAM of its own.
+        for (files, host, memory, from) in [
+            (17, 23, 78, "from memory"),
+            (17, 23, 30, "from the disk"),
+            (17, 0, 20, "from memory"),
+            (17, 0, 18, "from the disk"),
+        ] {
+            let again =
+                LoadAgain { file_bytes: gib(files), host_bytes: gib(host), memory_bytes: gib(memory) };
+            assert!(again.describe().starts_with(from), "{}", again.describe());
+        }
     }
 }

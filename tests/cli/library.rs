@@ -425,3 +425,17 @@ fn other_commands_ignore_the_list_of_models() {
         &[&["generate", "--model", model, "--config", config][..], &prompt].concat(),
     ));
 }
+
+#[test]
+fn a_plan_says_whether_the_next_load_reads_memory() {
+    let gemma = tiny_model();
+    let plan = |more: &[&str]| {
+        let model = gemma.path().to_str().expect("UTF-8");
+        printed(unicorn_on_software(&[&["plan", model, "--allow-software-vulkan"], more].concat()))
+    };
+    let is_said = |plan: &str| plan.lines().any(|line| line.starts_with("load again       from memory: "));
+    assert!(is_said(&plan(&[])), "{}", plan(&[]));
+    assert!(plan(&["--json"]).contains("\"load_again_from_memory\":true"));
+    // Nothing is known of the memory of another machine.
+    assert!(!plan(&["--vram", "1G"]).contains("load again"));
+}
