@@ -347,6 +347,7 @@ fn ollama() -> impl Iterator<Item = Ask> {
     let whole =
         json!({"messages": user("Name a city."), "options": options, "format": schema(), "stream": false});
     let text = json!({"prompt": "Name a garden.", "options": options});
+    let unknown = json!({"model": "no-such-model"});
     [
         Ask::post("/api/chat", "Ollama's chat in lines", chat),
         Ask::post("/api/chat", "Ollama's chat by a schema", whole),
@@ -360,6 +361,9 @@ fn ollama() -> impl Iterator<Item = Ask> {
         Ask::get("/api/tags", "Ollama's list"),
         Ask::get("/api/ps", "Ollama's list of loaded models").compared(Compare::Success),
         Ask::get("/api/version", "Ollama's version"),
+        Ask::get("/api/status", "Ollama's status"),
+        Ask::new(Method::DELETE, "/api/delete", "a model that cannot be deleted", Some(unknown.to_string()))
+            .refused(501),
     ]
     .into_iter()
 }
