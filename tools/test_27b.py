@@ -138,7 +138,7 @@ def main():
             sys.exit("error: the model was not loaded; the log above says why")
         line = next(line for line in lines if "loaded   " in line)
         numbers = re.search(
-            r"loaded\s+([\d.]+) GB in ([\d.]+) s, ([\d.]+) GB/s; ([\d.]+) GB on the device, "
+            r"loaded\s+([\d.]+) GB in ([\d.]+) s, ([\d.]+) GB/s, [^;]+; ([\d.]+) GB on the device, "
             r"([\d.]+) GB resident, at most ([\d.]+) GB; ([\d.]+) GB of its files in memory", line)
         if not numbers:
             sys.exit(f"error: cannot parse the line of the log about the load: {line}")

@@ -245,6 +245,20 @@ impl IntoResponses for OllamaErrors {
     }
 }
 
+/// The errors of Ollama's routes that change the list of models.
+pub(in crate::api) enum OllamaStoreErrors {}
+
+impl IntoResponses for OllamaStoreErrors {
+    fn responses() -> Refusals {
+        let mut all = body_errors::<OllamaError>();
+        all.extend(refusals::<OllamaError, _>([
+            (409, "The model cannot be pulled or deleted now."),
+            (502, "The hub refuses the download, or cannot be reached."),
+        ]));
+        all
+    }
+}
+
 /// The errors of Ollama's routes without a body.
 pub(in crate::api) enum OllamaAuthErrors {}
 

@@ -1,5 +1,6 @@
 //! Reads a file with `O_DIRECT`, without the page cache. Weights are read once and then kept on the device, so caching
-//! them is useless. Several threads that read large pieces reach the full speed of a disk.
+//! them is useless, unless the model will be loaded again. Several threads that read large pieces reach the full speed of a
+//! disk.
 
 use std::cell::RefCell;
 use std::fs::{File, OpenOptions};
@@ -20,9 +21,15 @@ thread_local! {
 pub(super) struct DirectFile {
     buffered: File,
     direct: Option<File>,
+    is_cached: bool,
 }
 
 impl DirectFile {
+    /// A file that is read with the page cache and stays in it.
+    pub fn cached(buffered: File) -> DirectFile {
+        DirectFile { buffered, direct: None, is_cached: true }
+    }
+
     /// Opens `path` a second time for direct reads; `buffered` was opened at `path`.
     pub fn new(buffered: File, path: &Path) -> DirectFile {
         let flags = rustix::fs::OFlags::DIRECT.bits() as i32;
@@ -32,7 +39,12 @@ impl DirectFile {
         if direct.is_none() {
             tracing::debug!(path = %path.display(), "the file is read with the page cache");
         }
-        DirectFile { buffered, direct }
+        DirectFile { buffered, direct, is_cached: false }
+    }
+
+    /// Whether its pages stay in the page cache.
+    pub fn is_cached(&self) -> bool {
+        self.is_cached
     }
 
     /// The file for reads with the page cache.

@@ -47,6 +47,8 @@ pub struct ModelFiles {
     overrides: Vec<(String, PathBuf)>,
     /// The open files after [`ModelFiles::hold`]. Then no other files are read.
     held: Option<Arc<Held>>,
+    /// [`ModelFiles::cached`]
+    is_cached: bool,
     /// The architectures of which GGUF files can be read.
     archs: &'static [&'static GgufArch],
     /// The parsed `config.json`, set by the first call of [`ModelFiles::config`].
@@ -67,6 +69,7 @@ enum Source {
 #[derive(Debug, Serialize, Deserialize)]
 pub struct HeldNames {
     name: String,
+    is_cached: bool,
     source: Source,
     overrides: Vec<(String, PathBuf)>,
     paths: Vec<PathBuf>,
@@ -113,7 +116,16 @@ impl ModelFiles {
 
     fn new(name: String, source: Source) -> Self {
         let (contents, config) = (Arc::default(), Arc::default());
-        Self { name, source, contents, overrides: Vec::new(), held: None, archs: &[], config }
+        Self {
+            name,
+            source,
+            contents,
+            overrides: Vec::new(),
+            held: None,
+            is_cached: false,
+            archs: &[],
+            config,
+        }
     }
 
     fn open_gguf(file: &Path, archs: &'static [&'static GgufArch]) -> Result<Self, CheckpointError> {
@@ -271,7 +283,9 @@ impl ModelFiles {
     /// The file mapped into memory; `None` if the model has no such file.
     pub(super) fn map(&self, name: &str) -> Result<Option<FileBytes>, CheckpointError> {
         match &self.source {
-            Source::Folder(folder) => map_file(&self.place(&folder.join(name)), &self.display(name)),
+            Source::Folder(folder) => {
+                map_file(&self.place(&folder.join(name)), self.is_cached, &self.display(name))
+            }
             Source::Gguf(_) | Source::Embedded | Source::Memory => {
                 Ok(self.contents.get(name).cloned().map(FileBytes::Memory))
             }
@@ -291,7 +305,7 @@ impl ModelFiles {
             Source::Gguf(parts) => {
                 let map = |part: &PathBuf| {
                     let display = part.display().to_string();
-                    match map_file(&self.place(part), &display)? {
+                    match map_file(&self.place(part), self.is_cached, &display)? {
                         Some(bytes) => Ok((display, bytes)),
                         None => Err(CheckpointError::file(display, "no such file")),
                     }
@@ -330,6 +344,12 @@ impl ModelFiles {
         })
     }
 
+    /// Sets whether the files are read with the page cache and stay in it, so that the next load is fast.
+    #[must_use]
+    pub fn cached(self, is_cached: bool) -> Self {
+        Self { is_cached, ..self }
+    }
+
     /// Opens these files and keeps them open. They can then be read even if they are deleted or replaced on disk.
     /// [`ModelFiles::to_parts`] passes them to another process.
     pub fn hold(&self) -> Result<Self, CheckpointError> {
@@ -358,7 +378,8 @@ impl ModelFiles {
         }
         let (paths, links_out, files) = self.held.as_ref()?.to_parts();
         let (name, source, overrides) = (self.name.clone(), self.source.clone(), self.overrides.clone());
-        Some((HeldNames { name, source, overrides, paths, links_out }, files))
+        let is_cached = self.is_cached;
+        Some((HeldNames { name, is_cached, source, overrides, paths, links_out }, files))
     }
 
     /// Restores the files that another process held. `files` are those of [`ModelFiles::to_parts`], in the same order,
@@ -369,12 +390,12 @@ impl ModelFiles {
         embedded: &'static [(&'static str, &'static [u8])],
         archs: &'static [&'static GgufArch],
     ) -> Self {
-        let HeldNames { name, source, overrides, paths, links_out } = names;
+        let HeldNames { name, is_cached, source, overrides, paths, links_out } = names;
         assert_eq!(files.len(), paths.len(), "the files of {name}");
         let held = Some(Arc::new(Held::from_parts(paths, links_out, files)));
         match source {
-            Source::Embedded => Self { overrides, archs, held, ..Self::embedded(name, embedded) },
-            source => Self { overrides, archs, held, ..Self::new(name, source) },
+            Source::Embedded => Self { overrides, archs, held, is_cached, ..Self::embedded(name, embedded) },
+            source => Self { overrides, archs, held, is_cached, ..Self::new(name, source) },
         }
     }
 
@@ -423,7 +444,7 @@ impl FileBytes {
     }
 
     /// Asks the kernel to drop the pages of some bytes of a mapped file. A later access reads them from the disk again.
-    /// The kernel may keep pages that other processes use.
+    /// The kernel may keep pages that other processes use. Pages of a file that stays cached only leave the mapping.
     pub fn release(&self, range: Range<usize>) {
         let FileBytes::Mapped(map, file) = self else { return };
         if range.is_empty() {
@@ -434,8 +455,12 @@ impl FileBytes {
             map.unchecked_advise_range(memmap2::UncheckedAdvice::DontNeed, range.start, range.len())
         };
         let length = std::num::NonZeroU64::new(range.len() as u64);
-        let forgotten =
-            rustix::fs::fadvise(file.buffered(), range.start as u64, length, rustix::fs::Advice::DontNeed);
+        let forgotten = match file.is_cached() {
+            true => Ok(()),
+            false => {
+                rustix::fs::fadvise(file.buffered(), range.start as u64, length, rustix::fs::Advice::DontNeed)
+            }
+        };
         if let (Err(error), _) | (_, Err(error)) = (dropped, forgotten.map_err(std::io::Error::from)) {
             tracing::debug!(%error, "cannot release the pages of a file");
         }
@@ -514,7 +539,7 @@ fn is_plain_name(name: &str) -> bool {
 }
 
 /// The file mapped into memory; `None` if there is none. Messages call it `display`.
-fn map_file(path: &Path, display: &str) -> Result<Option<FileBytes>, CheckpointError> {
+fn map_file(path: &Path, is_cached: bool, display: &str) -> Result<Option<FileBytes>, CheckpointError> {
     let fail = |problem: String| CheckpointError::file(display, problem);
     let Some((file, len)) = open_regular(path).map_err(fail)? else {
         return Ok(None);
@@ -527,7 +552,10 @@ fn map_file(path: &Path, display: &str) -> Result<Option<FileBytes>, CheckpointE
     // edited while they are served.
     let map = unsafe { memmap2::Mmap::map(&file) };
     match map {
-        Ok(map) => Ok(Some(FileBytes::Mapped(map, DirectFile::new(file, path)))),
+        Ok(map) => {
+            let file = if is_cached { DirectFile::cached(file) } else { DirectFile::new(file, path) };
+            Ok(Some(FileBytes::Mapped(map, file)))
+        }
         Err(error) if error.kind() == ErrorKind::OutOfMemory => {
             Err(CheckpointError::no_memory(display, len, error))
         }

@@ -385,6 +385,15 @@ impl Model {
     }
 }
 
+/// Where a load has read the weights, in words.
+fn read_from(loaded: Loaded) -> String {
+    match loaded.cached_bytes as f64 / loaded.bytes.max(1) as f64 {
+        0.95.. => "from memory".into(),
+        0.05.. => format!("{:.2} GB of it from memory", loaded.cached_bytes as f64 / 1e9),
+        _ => "from the disk".into(),
+    }
+}
+
 /// The device memory of `runner`: a description of each kind of data and its heap, with its bytes.
 pub fn placement(runner: &ModelRunner) -> Vec<(String, u64)> {
     let row = |p: &Placement| (format!("{} in {} ({} buffers)", p.class.name(), p.heap, p.buffers), p.bytes);
@@ -413,14 +422,19 @@ fn log(
     tracing::info!("kernels  {products}attention by {}", runner.attention_by());
     let draft_loaded = draft.map(Draft::loaded);
     let sum = |field: fn(&Loaded) -> u64| field(&runner.loaded()) + draft_loaded.as_ref().map_or(0, field);
-    let loaded = Loaded { bytes: sum(|l| l.bytes), resident_bytes: sum(|l| l.resident_bytes) };
+    let loaded = Loaded {
+        bytes: sum(|l| l.bytes),
+        cached_bytes: sum(|l| l.cached_bytes),
+        resident_bytes: sum(|l| l.resident_bytes),
+    };
     let gb = |bytes: u64| bytes as f64 / 1e9;
     let (resident, peak) = resident_bytes();
     tracing::info!(
-        "loaded   {:.2} GB in {seconds:.2} s, {:.2} GB/s; {:.2} GB on the device, {:.2} GB resident, at most {:.2} GB; \
-         {:.2} GB of its files in memory",
+        "loaded   {:.2} GB in {seconds:.2} s, {:.2} GB/s, {}; {:.2} GB on the device, {:.2} GB resident, at most {:.2} \
+         GB; {:.2} GB of its files in memory",
         gb(loaded.bytes),
         gb(loaded.bytes) / seconds.max(f64::MIN_POSITIVE),
+        read_from(loaded),
         gb(placement(runner).iter().map(|(_, bytes)| bytes).sum()),
         gb(resident.unwrap_or(0)),
         gb(peak.unwrap_or(0)),

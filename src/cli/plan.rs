@@ -41,7 +41,7 @@ struct Part {
 }
 
 /// Memory that the system, the server and other programs need while a model is loaded.
-const OTHERS_BYTES: u64 = 2 << 30;
+pub const OTHERS_BYTES: u64 = 2 << 30;
 
 /// Where a load reads a model's files that was loaded before.
 struct LoadAgain {

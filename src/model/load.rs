@@ -448,6 +448,7 @@ impl<'a> Load<'a> {
     ) -> Result<ModelRunner, LoadError> {
         let Source { config, checkpoint, .. } = source;
         let options = self.options;
+        let cached_bytes = checkpoint.resident_bytes();
         (self.progress)(Progress::Kernels);
         let heads = memory::distinct_heads(config, options.kv);
         // The squares of matrices' inputs are summed up in f32.
@@ -593,7 +594,8 @@ impl<'a> Load<'a> {
         let (self_test, image) = SelfTest::new(self.device, &kernels, &traits, &cases, results);
         self.uploader.upload(&cases, &image)?;
         checkpoint.release_all();
-        let loaded = Loaded { bytes: weights.stored_bytes(), resident_bytes: checkpoint.resident_bytes() };
+        let (bytes, resident_bytes) = (weights.stored_bytes(), checkpoint.resident_bytes());
+        let loaded = Loaded { bytes, cached_bytes, resident_bytes };
         Ok(ModelRunner {
             device: self.device.clone(),
             config: config.clone(),

@@ -33,6 +33,8 @@ use crate::tensor::{KvDtype, Precision};
 pub struct Loaded {
     /// Bytes of the checkpoint's tensors.
     pub bytes: u64,
+    /// Bytes of the checkpoint's files that were in the page cache before the load, so that it did not read the disk.
+    pub cached_bytes: u64,
     /// Bytes of the checkpoint's files that are in the page cache after the load, in addition to the device's copy.
     /// Other processes may keep them there.
     pub resident_bytes: u64,

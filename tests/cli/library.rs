@@ -439,3 +439,23 @@ fn a_plan_says_whether_the_next_load_reads_memory() {
     // Nothing is known of the memory of another machine.
     assert!(!plan(&["--vram", "1G"]).contains("load again"));
 }
+
+/// The files of one of several models stay in the page cache, where there is memory for both copies.
+#[test]
+fn a_model_that_is_loaded_again_is_read_from_memory() {
+    let (folder, gemma) = (tempfile::tempdir().expect("a folder"), tiny_model());
+    let models = [Served { name: "gemma", path: gemma.path().into(), more: "" }];
+    let config = configuration(folder.path(), &models, "");
+    let mut server = Daemon::start_configured(&config, &[]);
+    let answer = words(&server, "gemma");
+    server.line("\"gemma\": later loads read memory; both copies need 2.");
+    server.line("loaded   ");
+    let body = json!({"model": "gemma"}).to_string();
+    assert_eq!(server.exchange("POST", "/models/unload", &[], &body).0, 200);
+    while !server.device_processes().is_empty() {
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    assert_eq!(words(&server, "gemma"), answer);
+    let line = server.wait_for_line("loaded   ");
+    assert!(line.contains(", from memory; "), "{line}");
+}

@@ -209,7 +209,7 @@ const tests = {
     }
     await refused(() => client.show({ model: "llama3.2" }), 404, /not found/);
     await refused(() => client.copy({ source: model, destination: "b" }), 501, /./);
-    await refused(() => client.delete({ model }), 501, /unicorn rm/);
+    await refused(() => client.delete({ model }), 409, /unicorn models rm/);
     await refused(() => client.create({ model: "b", from: model }), 501, /./);
     await refused(() => client.push({ model }), 501, /./);
   },

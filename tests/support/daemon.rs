@@ -104,12 +104,12 @@ impl Daemon {
         found.unwrap_or_else(|| self.wait_for_line(part))
     }
 
-    /// The base URL of its API.
     /// Sends further requests to another port.
     pub fn at_port(&mut self, port: u16) {
         self.address = format!("127.0.0.1:{port}");
     }
 
+    /// The base URL of its API.
     pub fn url(&self) -> String {
         format!("http://{}/v1", self.address)
     }

@@ -117,12 +117,12 @@ class Install(unittest.TestCase):
         self.assertIn("ARG COMMIT\n", recipe)
         self.assertIn('COMMIT: "${COMMIT:-}"\n', compose)
 
-    def test_the_configuration_has_every_option_and_sets_only_the_models_folder(self):
+    def test_the_configuration_has_every_option_and_sets_only_what_is_pulled(self):
         self.install()
         path = self.root("/etc/unicorn/config.toml")
         defaults = tomllib.loads((ROOT / "config/default.toml").read_text())
         installed = tomllib.loads(path.read_text())
-        self.assertEqual(installed, {**{section: {} for section in defaults}, "models": {"dir": "/var/lib/unicorn/models"}})
+        self.assertEqual(installed, {**{section: {} for section in defaults}, "models": {"dir": "/var/lib/unicorn/models", "pulled": True}})
         for options in defaults.values():
             for option in options:
                 self.assertRegex(path.read_text(), rf"(?m)^#?{option} = ")

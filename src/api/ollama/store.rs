@@ -17,7 +17,7 @@ use utoipa::ToSchema;
 
 use crate::api::error::ApiError;
 use crate::api::exchange::{self, Client, json_text};
-use crate::api::openapi::{OllamaErrors, post_route};
+use crate::api::openapi::{OllamaStoreErrors, post_route};
 use crate::api::server::Server;
 use crate::api::wire::reply::replies;
 use crate::api::wire::union::Lines;
@@ -27,7 +27,7 @@ use crate::library::{PullStep, StoreError};
 /// How often a pull reports its progress.
 const REPORT_EVERY: Duration = Duration::from_millis(100);
 /// Why a server without a store deletes no models.
-const NO_STORE: &str = "it serves the models of its configuration; `unicorn rm` deletes a pulled model";
+const NO_STORE: &str = "this server serves the models of its configuration, and deletes none; `unicorn models rm` deletes a pulled model";
 /// Lines of progress that a client has not read yet.
 const MAX_LINES: usize = 64;
 
@@ -98,7 +98,7 @@ post_route! {
     OllamaPullRequest => (
         description = "The model is served, or the lines of the download.",
         content((OllamaPull = "application/json"), (inline(OllamaPullLines) = "application/x-ndjson")),
-    ), OllamaErrors,
+    ), OllamaStoreErrors,
     pull(server, client: Client, body) -> Response {
         let read = exchange::process_body(&server, &client, body, |_, body| {
             let OllamaPullRequest { model, name, stream } = wire::body(body)?;
@@ -171,7 +171,7 @@ fn start(
     })
 }
 
-/// The error if the configuration has just turned the store off.
+/// The error if nothing deletes models.
 fn no_store() -> StoreError {
     StoreError::Conflict(NO_STORE.into())
 }
@@ -183,7 +183,7 @@ fn no_store() -> StoreError {
     operation_id = "ollamaDelete",
     tag = "Ollama",
     request_body = OllamaDeleteRequest,
-    responses((status = 200, description = "The model is deleted. The body is empty."), OllamaErrors),
+    responses((status = 200, description = "The model is deleted. The body is empty."), OllamaStoreErrors),
 )]
 pub(in crate::api) async fn delete(
     State(server): State<Arc<Server>>,
@@ -191,7 +191,7 @@ pub(in crate::api) async fn delete(
     body: Body,
 ) -> Result<(), ApiError> {
     if server.library().store().is_none() {
-        return Err(ApiError::NotImplemented { path: "/api/delete".into(), why: NO_STORE });
+        return Err(no_store().into());
     }
     let read = exchange::process_body(&server, &client, body, |server, body| {
         let OllamaDeleteRequest { model, name } = wire::body(body)?;

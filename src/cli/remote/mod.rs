@@ -231,8 +231,8 @@ fn rm_from(client: &Client, args: &args::Rm) -> Result<(), Error> {
 pub fn rm(config: &Config, args: &args::Rm) -> Result<(), Error> {
     if let Some(client) = Client::find(config, args.server.url.as_deref())? {
         match rm_from(&client, args) {
-            // The server does not serve the model, or serves only the models of its configuration.
-            Err(Error::Remote { status: Some(404 | 501), problem, .. }) if args.server.url.is_none() => {
+            // The server does not serve the model.
+            Err(Error::Remote { status: Some(404), problem, .. }) if args.server.url.is_none() => {
                 note(format_args!("{problem}: looking in this user's folder"));
             }
             removed => return removed,

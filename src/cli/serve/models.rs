@@ -597,6 +597,25 @@ impl ModelLoader {
         self.texts().map(drop)
     }
 
+    /// Whether the files stay in the page cache after the load, so that the next one is fast. They do if there are several
+    /// models, and memory for the files and as much on the device.
+    fn stays_cached(&self) -> bool {
+        let (Some(card), Some(free)) = (self.model.card(), self.machine.memory("MemAvailable")) else {
+            return false;
+        };
+        let needed = card.bytes.saturating_mul(2).saturating_add(plan::OTHERS_BYTES);
+        let is_cached = self.lease.is_some() && needed <= free;
+        if self.lease.is_some() {
+            let from = if is_cached { "memory" } else { "the disk" };
+            let [needed, free] = [needed, free].map(|bytes| bytes as f64 / 1e9);
+            let id = self.model.id();
+            tracing::info!(
+                "{id:?}: later loads read {from}; both copies need {needed:.1} GB of {free:.1} GB free"
+            );
+        }
+        is_cached
+    }
+
     /// Reads the small files. The first call also sets what lists of models say.
     fn texts(&self) -> Result<Texts, Error> {
         let (spec, generation) = arch::load(&self.files)?;
@@ -620,7 +639,9 @@ impl ModelLoader {
     fn start_unless(&self, cancelled: &Arc<AtomicBool>) -> Result<Loaded, Error> {
         let Self { config, files, machine, courtesy, observer, .. } = self;
         let texts = self.texts()?;
-        let draft_files = load::draft_files(config)?;
+        let is_cached = self.stays_cached();
+        let files = &files.clone().cached(is_cached);
+        let draft_files = load::draft_files(config)?.map(|draft| draft.cached(is_cached));
         if let Some(draft) = &draft_files {
             let (draft_config, _) = arch::load(draft)?;
             load::check_draft_tokenizer(files, &texts.tokenizer, draft, &draft_config)?;

@@ -363,7 +363,7 @@ fn ollama() -> impl Iterator<Item = Ask> {
         Ask::get("/api/version", "Ollama's version"),
         Ask::get("/api/status", "Ollama's status"),
         Ask::new(Method::DELETE, "/api/delete", "a model that cannot be deleted", Some(unknown.to_string()))
-            .refused(501),
+            .refused(409),
     ]
     .into_iter()
 }
