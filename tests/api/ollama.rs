@@ -433,7 +433,8 @@ async fn a_served_model_needs_no_pull_and_models_are_changed_elsewhere() {
         status == 404 && error.contains("unicorn pull") && error.contains("models.pulled"),
         "{status} {error}"
     );
-    let request = Request::builder().method("DELETE").uri("/api/delete").body(Body::empty()).expect("sound");
+    let request = Request::builder().method("DELETE").uri("/api/delete");
+    let request = request.body(Body::from(json!({"model": NAME}).to_string())).expect("sound");
     let (status, _, answer) = send_json(&app.router, request).await;
     let error = answer["error"].as_str().expect("a text");
     assert!(status == 409 && error.contains("unicorn models rm"), "{status} {error}");

@@ -190,20 +190,20 @@ pub(in crate::api) async fn delete(
     client: Client,
     body: Body,
 ) -> Result<(), ApiError> {
+    let read = exchange::process_body(&server, &client, body, |_, body| {
+        let OllamaDeleteRequest { model, name } = wire::body(body)?;
+        wire::named(model.or(name)).ok_or(ApiError::Missing { param: "model".into() })
+    });
+    let (arriving, name) = read.await?;
+    drop(arriving);
     if server.library().store().is_none() {
         return Err(no_store().into());
     }
-    let read = exchange::process_body(&server, &client, body, |server, body| {
-        let OllamaDeleteRequest { model, name } = wire::body(body)?;
-        let name = wire::named(model.or(name)).ok_or(ApiError::Missing { param: "model".into() })?;
-        // Not `served`, which may find a model by any name.
-        match server.listed(&name) {
-            Some((index, _)) => Ok(index),
-            None => Err(server.unknown(&name)),
-        }
-    });
-    let (arriving, index) = read.await?;
-    drop(arriving);
+    // Not `served`, which may find a model by any name.
+    let index = match server.listed(&name) {
+        Some((index, _)) => index,
+        None => return Err(server.unknown(&name)),
+    };
     if !client.is_trusted {
         return Err(ApiError::NotTrusted);
     }
