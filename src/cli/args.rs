@@ -811,6 +811,8 @@ pub struct RunningServer {
     /// from UNICORN_API_KEY
     #[arg(long, value_name = "URL")]
     pub url: Option<String>,
+    #[command(flatten)]
+    pub common: Common,
 }
 
 #[derive(Debug, Args)]
@@ -839,8 +841,6 @@ pub struct Run {
     pub device: DeviceOptions,
     #[command(flatten)]
     pub models_dir: ModelsDirOption,
-    #[command(flatten)]
-    pub common: Common,
 }
 
 #[derive(Debug, Args)]
@@ -852,8 +852,6 @@ pub struct List {
     pub server: RunningServer,
     #[command(flatten)]
     pub models_dir: ModelsDirOption,
-    #[command(flatten)]
-    pub common: Common,
 }
 
 #[derive(Debug, Args)]
@@ -863,8 +861,6 @@ pub struct Ps {
     pub json: bool,
     #[command(flatten)]
     pub server: RunningServer,
-    #[command(flatten)]
-    pub common: Common,
 }
 
 #[derive(Debug, Args)]
@@ -878,8 +874,6 @@ pub struct Show {
     pub server: RunningServer,
     #[command(flatten)]
     pub models_dir: ModelsDirOption,
-    #[command(flatten)]
-    pub common: Common,
 }
 
 #[derive(Debug, Args)]
@@ -888,8 +882,6 @@ pub struct Stop {
     pub model: String,
     #[command(flatten)]
     pub server: RunningServer,
-    #[command(flatten)]
-    pub common: Common,
 }
 
 #[derive(Debug, Args)]
@@ -903,8 +895,6 @@ pub struct Rm {
     pub server: RunningServer,
     #[command(flatten)]
     pub models_dir: ModelsDirOption,
-    #[command(flatten)]
-    pub common: Common,
 }
 
 #[derive(Debug, Args)]
@@ -921,8 +911,6 @@ pub struct Pull {
     pub server: RunningServer,
     #[command(flatten)]
     pub models_dir: ModelsDirOption,
-    #[command(flatten)]
-    pub common: Common,
 }
 
 #[derive(Debug, Subcommand)]

@@ -41,21 +41,25 @@ struct Part {
 }
 
 /// Memory that the system, the server and other programs need while a model is loaded.
-pub const OTHERS_BYTES: u64 = 2 << 30;
+const OTHERS_BYTES: u64 = 2 << 30;
 
 /// Where a load reads a model's files that was loaded before.
-struct LoadAgain {
-    file_bytes: u64,
+pub struct LoadAgain {
+    pub file_bytes: u64,
     /// Bytes of the loaded model in the machine's memory, which is not the GPU's own.
-    host_bytes: u64,
-    memory_bytes: u64,
+    pub host_bytes: u64,
+    pub memory_bytes: u64,
 }
 
 impl LoadAgain {
     /// Whether the files stay in the page cache while the model is loaded.
-    fn is_from_memory(&self) -> bool {
-        let used = self.host_bytes.saturating_add(OTHERS_BYTES).saturating_add(self.file_bytes);
-        used <= self.memory_bytes
+    pub fn is_from_memory(&self) -> bool {
+        self.needed_bytes() <= self.memory_bytes
+    }
+
+    /// Memory for both copies, and for other programs.
+    pub fn needed_bytes(&self) -> u64 {
+        self.host_bytes.saturating_add(OTHERS_BYTES).saturating_add(self.file_bytes)
     }
 
     fn describe(&self) -> String {

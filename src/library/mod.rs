@@ -19,7 +19,7 @@ mod store;
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, RwLock};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, RwLock, RwLockReadGuard, RwLockWriteGuard};
 use std::time::{Duration, Instant};
 
 use tokio::sync::Notify;
@@ -28,7 +28,7 @@ pub use self::admission::Turns;
 use self::admission::{Decision, Slot, SlotState};
 pub use self::model::{InUse, Model, ModelNames, Stage};
 pub use self::report::{CourtesyReport, EnergyReport, LiveReport, ModelCard, ModelReport};
-pub use self::store::{PullStep, Store, StoreError};
+pub use self::store::{PullReport, PullStep, Store, StoreError};
 use crate::engine::{ClientId, EngineHandle, EngineState, KeepAlive};
 use crate::session::Service;
 
@@ -78,7 +78,7 @@ pub enum LibraryError {
 
 /// All models that a server serves. The first one answers requests that name no model.
 pub struct Library {
-    models: Arc<RwLock<Models>>,
+    models: Arc<SharedModels>,
     /// [`Library::has_any_name`]
     any_name: bool,
     /// The length of the engines' queues; 0 = as they were started.
@@ -86,6 +86,24 @@ pub struct Library {
     /// `None` = there is one model, which has the device to itself.
     swap: Option<Arc<Swap>>,
     store: Option<Box<dyn Store>>,
+}
+
+/// The models, which a library and its swaps share.
+struct SharedModels(RwLock<Models>);
+
+impl SharedModels {
+    fn read(&self) -> RwLockReadGuard<'_, Models> {
+        self.0.read().expect("nothing panics under this lock")
+    }
+
+    fn write(&self) -> RwLockWriteGuard<'_, Models> {
+        self.0.write().expect("nothing panics under this lock")
+    }
+
+    /// The model with this number. Panics if there is none.
+    fn model(&self, index: usize) -> Arc<Model> {
+        Arc::clone(&self.read().all[index].model)
+    }
 }
 
 struct Models {
@@ -114,7 +132,7 @@ struct Swap {
     /// [`Library::queue`]
     queue: Arc<AtomicUsize>,
     /// [`Library::models`]. Locked after `state`, if both are.
-    models: Arc<RwLock<Models>>,
+    models: Arc<SharedModels>,
     state: Mutex<State>,
     /// Woken when [`Swap::state`] changes.
     changed: Notify,
@@ -164,7 +182,7 @@ impl Library {
     pub fn of_one(model: Arc<Model>, any_name: bool) -> Self {
         let models = Models { all: vec![Entry { model, loader: None }], listed: vec![0] };
         Self {
-            models: Arc::new(RwLock::new(models)),
+            models: Arc::new(SharedModels(RwLock::new(models))),
             any_name,
             queue: Arc::default(),
             swap: None,
@@ -183,7 +201,7 @@ impl Library {
         assert!(!all.is_empty(), "a library has a model");
         let slots = all.iter().map(|entry| Slot::new(entry.model.is_pinned())).collect();
         let listed = (0..all.len()).collect();
-        let models = Arc::new(RwLock::new(Models { all, listed }));
+        let models = Arc::new(SharedModels(RwLock::new(Models { all, listed })));
         let queue = Arc::<AtomicUsize>::default();
         Self {
             models: Arc::clone(&models),
@@ -221,7 +239,7 @@ impl Library {
         assert!(!list.is_empty(), "a library has a model");
         let Some(swap) = &self.swap else { return vec![0] };
         let mut state = swap.lock();
-        let mut models = self.models.write().expect("nothing panics under this lock");
+        let mut models = self.models.write();
         let mut listed = Vec::with_capacity(list.len());
         for model in list {
             listed.push(match model {
@@ -247,19 +265,18 @@ impl Library {
 
     /// The models that are served, each with its number.
     pub fn models(&self) -> Vec<(usize, Arc<Model>)> {
-        let models = self.models.read().expect("nothing panics under this lock");
+        let models = self.models.read();
         models.listed.iter().map(|&index| (index, Arc::clone(&models.all[index].model))).collect()
     }
 
     /// The model with this number. Panics if there is none.
     pub fn model(&self, index: usize) -> Arc<Model> {
-        let models = self.models.read().expect("nothing panics under this lock");
-        Arc::clone(&models.all[index].model)
+        self.models.model(index)
     }
 
     /// The model that answers requests without a name, and its number.
     pub fn first(&self) -> (usize, Arc<Model>) {
-        let models = self.models.read().expect("nothing panics under this lock");
+        let models = self.models.read();
         let index = models.listed[0];
         (index, Arc::clone(&models.all[index].model))
     }
@@ -271,13 +288,13 @@ impl Library {
 
     /// The engines of the models that were loaded, whether they are loaded now or not.
     pub fn engines(&self) -> Vec<EngineHandle> {
-        let models = self.models.read().expect("nothing panics under this lock");
+        let models = self.models.read();
         models.all.iter().filter_map(|entry| Some(entry.model.service()?.engine().clone())).collect()
     }
 
     /// The number of the model with this id or alias, or that this name means. `None` = no model has it.
     pub fn find(&self, name: &str) -> Option<usize> {
-        let models = self.models.read().expect("nothing panics under this lock");
+        let models = self.models.read();
         let find = |is_it: &dyn Fn(&Model) -> bool| {
             models.listed.iter().copied().find(|&index| is_it(&models.all[index].model))
         };
@@ -379,19 +396,14 @@ impl Swap {
         self.state.lock().expect("nothing panics under this lock")
     }
 
-    fn model(&self, index: usize) -> Arc<Model> {
-        let models = self.models.read().expect("nothing panics under this lock");
-        Arc::clone(&models.all[index].model)
-    }
-
     fn loader(&self, index: usize) -> Arc<dyn Loader> {
-        let models = self.models.read().expect("nothing panics under this lock");
+        let models = self.models.read();
         Arc::clone(models.all[index].loader.as_ref().expect("a model of several has a loader"))
     }
 
     /// Takes over what the engines did by themselves: an idle engine unloads its model, and an engine may end.
     fn sync(&self, state: &mut State) {
-        let models = self.models.read().expect("nothing panics under this lock");
+        let models = self.models.read();
         for (slot, Entry { model, .. }) in state.slots.iter_mut().zip(&models.all) {
             if slot.state != SlotState::Resident || slot.users > 0 {
                 continue;
@@ -428,7 +440,7 @@ impl Swap {
         {
             return None;
         }
-        let model = self.model(index);
+        let model = self.models.model(index);
         // An engine that has ended is replaced once its last request is gone.
         let service = model.service().filter(|service| service.engine().health().is_ok())?;
         state.slots[index].users += 1;
@@ -476,7 +488,7 @@ impl Swap {
         }
         let slot = &state.slots[index];
         if slot.is_removed {
-            return Err(LibraryError::Gone(self.model(index).id().to_owned()));
+            return Err(LibraryError::Gone(self.models.model(index).id().to_owned()));
         }
         let now = Instant::now();
         if let Some(failure) = &slot.failure
@@ -498,7 +510,7 @@ impl Swap {
     }
 
     fn failed(&self, index: usize, problem: String) -> LibraryError {
-        LibraryError::Failed { model: self.model(index).id().to_owned(), problem }
+        LibraryError::Failed { model: self.models.model(index).id().to_owned(), problem }
     }
 
     /// Finds the bytes of a model that was never loaded, from its files. They do not matter for the first load of all.
@@ -518,7 +530,7 @@ impl Swap {
 
     fn no_room(&self, state: &State, index: usize) -> LibraryError {
         let mib = |bytes: u64| bytes.div_ceil(1 << 20);
-        let models = self.models.read().expect("nothing panics under this lock");
+        let models = self.models.read();
         let holders = state.slots.iter().zip(&models.all).filter(|(slot, _)| slot.held() > 0);
         let holders = holders.map(|(slot, Entry { model, .. })| {
             let why = match (slot.is_pinned, slot.users) {
@@ -550,7 +562,7 @@ impl Swap {
             let swapped = std::panic::AssertUnwindSafe(|| this.swap(index, &leaving));
             let loaded = std::panic::catch_unwind(swapped).unwrap_or_else(panicked);
             if let Err(problem) = &loaded {
-                tracing::error!("{:?} cannot be loaded: {problem}", this.model(index).id());
+                tracing::error!("{:?} cannot be loaded: {problem}", this.models.model(index).id());
             }
             let mut state = this.lock();
             state.end_swap(index, loaded);
@@ -568,7 +580,7 @@ impl Swap {
     /// Unloads the models that were removed and that no request uses, one after another, if there are any. Their engines
     /// end then.
     fn unload_removed(self: &Arc<Self>, state: &mut State) {
-        let models = self.models.read().expect("nothing panics under this lock");
+        let models = self.models.read();
         let is_over = |(slot, entry): (&Slot, &Entry)| {
             let is_idle = matches!(slot.state, SlotState::Resident | SlotState::Absent) && slot.users == 0;
             slot.is_removed && is_idle && entry.model.service().is_some()
@@ -580,7 +592,7 @@ impl Swap {
         state.is_swapping = true;
         let this = Arc::clone(self);
         let leave = move || {
-            let model = this.model(index);
+            let model = this.models.model(index);
             tracing::info!("unloading {:?}, which is no longer served", model.id());
             let end = std::panic::AssertUnwindSafe(|| {
                 let Some(service) = model.service() else { return };
@@ -611,9 +623,9 @@ impl Swap {
 
     /// Unloads `leaving`, and then loads the model.
     fn swap(&self, index: usize, leaving: &[usize]) -> Result<(), String> {
-        let model = self.model(index);
+        let model = self.models.model(index);
         for &i in leaving {
-            let other = self.model(i);
+            let other = self.models.model(i);
             tracing::info!("unloading {:?} for {:?}", other.id(), model.id());
             if let Some(service) = other.service()
                 && !unload(service.engine())
@@ -694,7 +706,7 @@ impl<'a> Waiting<'a> {
         let waiting: usize = state.clients.values().sum();
         let of_client = state.clients.get(&client).copied().unwrap_or(0);
         if waiting >= swap.turns.queue || of_client >= swap.turns.queue_of_one {
-            return Err(LibraryError::QueueFull { model: swap.model(index).id().to_owned(), waiting });
+            return Err(LibraryError::QueueFull { model: swap.models.model(index).id().to_owned(), waiting });
         }
         *state.clients.entry(client).or_default() += 1;
         let (slot, since) = (&mut state.slots[index], Instant::now());

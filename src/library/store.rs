@@ -7,19 +7,21 @@ pub trait Store: Send + Sync {
     /// Whether models are downloaded and deleted now. The configuration may change it.
     fn is_on(&self) -> bool;
 
-    /// Downloads a model, and serves it. `known` is the number of the model that has the name already. Blocks. Ends with an
-    /// error once `report` has returned false.
+    /// Downloads a model, and serves it. `known` is the number of the model that has the name already. Blocks.
     fn pull(
         &self,
         library: &Library,
         name: &str,
         known: Option<usize>,
-        report: &mut dyn FnMut(PullStep<'_>) -> bool,
+        report: &mut PullReport<'_>,
     ) -> Result<(), StoreError>;
 
     /// Deletes the files of a model, and no longer serves it. Blocks.
     fn delete(&self, library: &Library, index: usize) -> Result<(), StoreError>;
 }
+
+/// Receives the steps of a pull. False = the pull stops, and keeps what it has downloaded.
+pub type PullReport<'a> = dyn FnMut(PullStep<'_>) -> bool + 'a;
 
 /// What a pull does.
 #[derive(Debug, Clone, Copy)]

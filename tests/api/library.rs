@@ -15,8 +15,8 @@ use serde_json::{Value, json};
 use unicorn::api::{self, AccessPolicy, Server};
 use unicorn::engine::{Engine, EngineConfig};
 use unicorn::library::{
-    Library, LibraryError, Listed, Loaded, Loader, Model, ModelNames, ModelReport, PullStep, Store,
-    StoreError, Turns,
+    Library, LibraryError, Listed, Loaded, Loader, Model, ModelNames, ModelReport, PullReport, PullStep,
+    Store, StoreError, Turns,
 };
 use unicorn::model::Limits;
 use unicorn::session::Service;
@@ -589,7 +589,7 @@ impl Store for FakeStore {
         library: &Library,
         name: &str,
         known: Option<usize>,
-        report: &mut dyn FnMut(PullStep<'_>) -> bool,
+        report: &mut PullReport<'_>,
     ) -> Result<(), StoreError> {
         if name != "new" {
             return Err(StoreError::NotFound(format!("there is no {name:?}")));

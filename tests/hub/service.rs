@@ -57,7 +57,7 @@ fn a_model_is_pulled_served_and_deleted_without_a_restart() {
     let (hub, home) = (tiny_gemma(), tempfile::tempdir().expect("a folder"));
     let server = start(home.path(), &hub);
     let demo = ids(&server);
-    assert_eq!(demo.len(), 1, "the demo model, as long as none is pulled: {demo:?}");
+    assert_eq!(demo.len(), 1, "the demo model, while no model is pulled: {demo:?}");
 
     let lines = pull(&server, "org/tiny");
     assert_eq!(lines[0], json!({"status": "pulling manifest"}));
@@ -221,6 +221,8 @@ fn without_a_server_the_commands_work_with_the_users_models() {
     let shown = printed(does(&["show", "org/tiny", "--json"]));
     assert!(shown.contains("models--org--tiny") && shown.contains("\"layers\""), "{shown}");
     assert_error(does(&["run", "org/tiny"]), 1, &["there is no prompt"]);
+    let long = in_shell("head -c 17000000 /dev/zero |", &does(&["run", "org/tiny"]));
+    assert_error(long, 1, &["standard input", "longer than 16 MiB"]);
     printed(does(&["rm", "org/tiny", "--yes"]));
     assert!(!path.exists());
 }

@@ -141,7 +141,7 @@ post_route! {
     }
 }
 
-/// Starts a download, which ends soon after nobody receives its lines.
+/// Starts a download. It ends soon after the receiver of its lines is dropped.
 fn start(
     server: &Arc<Server>,
     name: String,

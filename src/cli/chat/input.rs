@@ -89,10 +89,28 @@ impl Input {
     }
 }
 
+/// All of the piped input, as one message.
+pub fn piped_text() -> Result<String, Error> {
+    let mut text = Vec::new();
+    let read = std::io::stdin().lock().take(PIPED_BYTES as u64 + 1).read_to_end(&mut text);
+    read.map_err(|error| Error::Terminal(error.into()))?;
+    if text.len() > PIPED_BYTES {
+        return Err(too_long());
+    }
+    String::from_utf8(text).map_err(|_| refused("a message is not UTF-8"))
+}
+
+fn refused(problem: &str) -> Error {
+    Error::Argument(format!("standard input: {problem}"))
+}
+
+fn too_long() -> Error {
+    refused(&format!("a message is longer than {} MiB", PIPED_BYTES >> 20))
+}
+
 /// Reads a line, or the lines between three quotes and the next three quotes; `None` at the end of the input. A last
 /// message without a line end or without closing quotes is returned too.
 fn piped(input: &mut impl BufRead) -> Result<Option<String>, Error> {
-    let refused = |problem: &str| Error::Argument(format!("standard input: {problem}"));
     let mut text = String::new();
     loop {
         let room = PIPED_BYTES - text.len();
@@ -101,7 +119,7 @@ fn piped(input: &mut impl BufRead) -> Result<Option<String>, Error> {
         read.map_err(|error| Error::Terminal(error.into()))?;
         let is_whole = line.ends_with(b"\n");
         if line.len() == room && !is_whole {
-            return Err(refused(&format!("a message is longer than {} MiB", PIPED_BYTES >> 20)));
+            return Err(too_long());
         }
         let is_end = line.is_empty();
         text += std::str::from_utf8(&line).map_err(|_| refused("a message is not UTF-8"))?;

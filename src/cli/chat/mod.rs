@@ -21,6 +21,7 @@ use crate::session::{GenerateRequest, Service};
 use crate::text::Message;
 
 use command::{Command, HELP};
+pub use input::piped_text;
 use input::{Input, Typed};
 
 /// The other side of a conversation.

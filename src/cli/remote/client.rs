@@ -28,7 +28,7 @@ const KEY_VARIABLE: &str = "UNICORN_API_KEY";
 /// What a probe found instead of a server.
 enum Probe {
     /// Nothing listens.
-    Nobody(Error),
+    Nothing(Error),
     Another(Error),
     Refused(Error),
 }
@@ -62,7 +62,7 @@ impl Client {
         let client = Self { agent: agent.build().into(), url, key };
         match client.probe() {
             Ok(()) => Ok(Some(client)),
-            Err(Probe::Nobody(error)) => match given {
+            Err(Probe::Nothing(error)) => match given {
                 Some(_) => Err(error),
                 None => Ok(None),
             },
@@ -86,7 +86,7 @@ impl Client {
         let mut response = match self.agent.run(request) {
             Ok(response) => response,
             Err(ureq::Error::Io(error)) if error.kind() == ErrorKind::ConnectionRefused => {
-                return Err(Probe::Nobody(self.failed(error.to_string())));
+                return Err(Probe::Nothing(self.failed(error.to_string())));
             }
             Err(error) => return Err(Probe::Refused(self.failed(error.to_string()))),
         };

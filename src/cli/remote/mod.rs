@@ -122,7 +122,7 @@ pub fn show(config: &Config, args: &args::Show) -> Result<(), Error> {
     let Some(client) = Client::find(config, args.server.url.as_deref())? else {
         let mut model = names::long_name(&args.model);
         models::find(&models::caches(config), &mut model)?;
-        let (json, common) = (args.json, args.common.clone());
+        let (json, common) = (args.json, args.server.common.clone());
         let files = args::FileOptions { models_dir: args.models_dir.clone(), model_config: None };
         let args = args::Inspect { model, verify: false, tensors: false, json, files, common };
         return inspect::inspect(config, &args);
@@ -133,17 +133,16 @@ pub fn show(config: &Config, args: &args::Show) -> Result<(), Error> {
     }
     let (details, info) = (&shown["details"], &shown["model_info"]);
     let capabilities = shown["capabilities"].as_array().map_or(&[][..], Vec::as_slice);
+    let arch = text(&info["general.architecture"]);
+    let of_arch = |key: &str| number(&info[format!("{arch}.{key}")]).to_string();
     let mut rows = vec![
         ("architecture", text(&details["family"])),
         ("parameters", text(&details["parameter_size"])),
         ("quantization", text(&details["quantization_level"])),
         ("format", text(&details["format"])),
         ("context", format!("{} tokens", number(&details["context_length"]))),
-        ("layers", number(&info[format!("{}.block_count", text(&info["general.architecture"]))]).to_string()),
-        (
-            "vocabulary",
-            number(&info[format!("{}.vocab_size", text(&info["general.architecture"]))]).to_string(),
-        ),
+        ("layers", of_arch("block_count")),
+        ("vocabulary", of_arch("vocab_size")),
         ("can", capabilities.iter().map(text).collect::<Vec<_>>().join(", ")),
     ];
     let parameters = text(&shown["parameters"]);
@@ -215,6 +214,7 @@ fn pull_through(client: &Client, name: &ModelName) -> Result<(), Error> {
     Ok(())
 }
 
+/// Deletes a model of a server.
 fn rm_from(client: &Client, args: &args::Rm) -> Result<(), Error> {
     let asked = json!({"model": args.model});
     client.ask(&Method::POST, "/api/show", &asked)?;

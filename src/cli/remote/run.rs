@@ -1,6 +1,6 @@
 //! `unicorn run`: a prompt or a conversation with a model of a running server, or with a model that this process loads.
 
-use std::io::{IsTerminal as _, Read as _};
+use std::io::IsTerminal as _;
 use std::path::Path;
 use std::time::Duration;
 
@@ -22,8 +22,6 @@ use crate::config::{self, Config};
 use crate::hub::HubError;
 use crate::text::Message;
 
-/// Longest prompt from a pipe, far more than fits into any context.
-const PIPED_BYTES: u64 = 16 << 20;
 /// Lines of an answer that were not printed yet.
 const MAX_LINES: usize = 64;
 
@@ -42,15 +40,11 @@ pub fn run(config: &Config, args: args::Run) -> Result<(), Error> {
 
 /// The prompt of the command line with the text from a pipe before it. `None` = there is none: a conversation begins.
 fn prompt(words: &str) -> Result<Option<String>, Error> {
-    let input = std::io::stdin();
-    let mut piped = String::new();
-    if !input.is_terminal() {
-        let read = input.lock().take(PIPED_BYTES).read_to_string(&mut piped);
-        read.map_err(|error| Error::Argument(format!("standard input: {error}")))?;
-    }
+    let is_terminal = std::io::stdin().is_terminal();
+    let piped = if is_terminal { String::new() } else { chat::piped_text()? };
     let parts: Vec<&str> = [piped.trim_end(), words].into_iter().filter(|part| !part.is_empty()).collect();
     match parts.is_empty() {
-        true if input.is_terminal() => Ok(None),
+        true if is_terminal => Ok(None),
         true => Err(Error::Argument("there is no prompt: give one, or run the command on a terminal".into())),
         false => Ok(Some(parts.join("\n\n"))),
     }
@@ -193,8 +187,8 @@ impl Partner for Remote {
     ) -> Result<String, Error> {
         let (body, client) = (self.body(sampling, turns), self.client.clone());
         let (lines, mut received) = mpsc::channel(MAX_LINES);
-        // The thread ends with the answer. If nobody receives any more, it closes the connection at the next line, which
-        // stops the answer on the server.
+        // The thread ends with the answer. After an interrupt, it closes the connection at the next line, which stops the
+        // answer on the server.
         std::thread::spawn(move || {
             let sent = client.stream("/api/chat", &body, |line| Ok(lines.blocking_send(Ok(line)).is_ok()));
             if let Err(error) = sent {

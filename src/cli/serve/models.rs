@@ -13,13 +13,14 @@ use crate::cli::doctor::Machine;
 use crate::cli::energy::Meter;
 use crate::cli::error::Error;
 use crate::cli::load::Texts;
-use crate::cli::{load, models, names, plan};
+use crate::cli::plan::{self, LoadAgain};
+use crate::cli::{load, models, names};
 use crate::config::{self, Config, ServedModel};
 use crate::device::{DeviceFactory, Observer};
 use crate::engine::{EnergyCounter, Engine, EngineConfig, Lease};
 use crate::hub::{self, Cache, HubError, ModelName, Progress, Settings};
 use crate::library::{
-    Library, Listed, Loaded, Loader, Model, ModelNames, PullStep, Store, StoreError, Turns,
+    Library, Listed, Loaded, Loader, Model, ModelNames, PullReport, PullStep, Store, StoreError, Turns,
 };
 use crate::model::{Runner as _, SamplingOptions, arch};
 use crate::text::TemplateKwargs;
@@ -159,8 +160,18 @@ pub struct Catalogue {
     list: Mutex<Vec<(usize, Arc<ModelLoader>)>>,
     /// Held while the list is read again and replaced, so that no change is lost.
     refreshing: Mutex<()>,
+    /// How often the list was replaced.
+    changes: AtomicUsize,
     /// How many models are being pulled.
     pulls: AtomicUsize,
+}
+
+/// A list of models that is not served yet.
+pub struct NewList {
+    config: Config,
+    loaders: Vec<Arc<ModelLoader>>,
+    /// [`Catalogue::changes`] when it was read.
+    changes: usize,
 }
 
 /// The library of a server with this configuration, and its list.
@@ -189,6 +200,7 @@ pub fn library(config: &Config, shared: Shared) -> Result<(Library, Arc<Catalogu
         config: Mutex::new(config.clone()),
         list: Mutex::new(loaders.into_iter().enumerate().collect()),
         refreshing: Mutex::new(()),
+        changes: AtomicUsize::new(0),
         pulls: AtomicUsize::new(0),
     });
     let library = match is_of_several {
@@ -375,16 +387,19 @@ impl Catalogue {
         self.loaders().iter().for_each(|loader| loader.observer.set_log_filter(filter.to_owned()));
     }
 
-    /// Checks that the models of `config` can be served in place of the present ones.
-    pub fn check(&self, config: &Config) -> Result<(), Error> {
-        loaders(&self.config().with_list_of(config), &self.shared, &self.loaders()).map(drop)
+    /// Reads the models of `config`, to be served in place of the present ones.
+    pub fn read(&self, config: &Config) -> Result<NewList, Error> {
+        let (changes, known) = (self.changes.load(Ordering::Acquire), self.loaders());
+        let config = self.config().with_list_of(config);
+        let loaders = loaders(&config, &self.shared, &known)?;
+        Ok(NewList { config, loaders, changes })
     }
 
-    /// Serves the models of `config` in place of the present ones.
-    pub fn follow(&self, library: &Library, config: &Config) -> Result<(), Error> {
+    /// Serves this list. It is read again if a model was pulled or deleted since.
+    pub fn follow(&self, library: &Library, list: NewList) -> Result<(), Error> {
         let _refreshing = self.refreshing.lock().expect("nothing panics under this lock");
-        let config = self.config().with_list_of(config);
-        let loaders = loaders(&config, &self.shared, &self.loaders())?;
+        let is_recent = list.changes == self.changes.load(Ordering::Acquire);
+        let NewList { config, loaders, .. } = if is_recent { list } else { self.read(&list.config)? };
         self.serve(library, loaders);
         *self.config.lock().expect("nothing panics under this lock") = config;
         Ok(())
@@ -415,6 +430,16 @@ impl Catalogue {
         });
         let numbers = library.replace(listed.collect());
         *list = numbers.into_iter().zip(loaders).collect();
+        self.changes.fetch_add(1, Ordering::AcqRel);
+    }
+
+    /// A place for a pull.
+    fn place(&self) -> Result<Place<'_>, StoreError> {
+        let place = Place(&self.pulls);
+        match self.pulls.fetch_add(1, Ordering::AcqRel) < MOST_PULLS {
+            true => Ok(place),
+            false => Err(StoreError::Busy(MOST_PULLS)),
+        }
     }
 
     /// The model, other than `loader`, that uses files which are deleted with `name`.
@@ -433,14 +458,47 @@ impl Catalogue {
         let loaders = self.loaders();
         loaders.into_iter().find(|other| !Arc::ptr_eq(other, loader) && uses(other))
     }
+}
+
+impl From<HubError> for StoreError {
+    fn from(error: HubError) -> Self {
+        let text = error.to_string();
+        match error {
+            HubError::Name(_) | HubError::Choose { .. } => Self::Invalid(text),
+            HubError::NoRepository { .. } | HubError::NoRevision { .. } | HubError::NoFile { .. } => {
+                Self::NotFound(text)
+            }
+            HubError::Space { .. } | HubError::Busy { .. } | HubError::NothingToServe { .. } => {
+                Self::Conflict(text)
+            }
+            HubError::File { .. } | HubError::Settings(_) => Self::Local(text),
+            _ => Self::Hub(text),
+        }
+    }
+}
+
+/// One of the models that are being pulled, until it is dropped.
+struct Place<'a>(&'a AtomicUsize);
+
+impl Drop for Place<'_> {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::AcqRel);
+    }
+}
+
+impl Store for Arc<Catalogue> {
+    fn is_on(&self) -> bool {
+        self.config.lock().expect("nothing panics under this lock").models.pulled
+    }
 
     fn pull(
         &self,
         library: &Library,
         name: &str,
         known: Option<usize>,
-        report: &mut dyn FnMut(PullStep<'_>) -> bool,
+        report: &mut PullReport<'_>,
     ) -> Result<(), StoreError> {
+        let _place = self.place()?;
         let known = known.and_then(|index| self.loader(index));
         if known.as_ref().is_some_and(|loader| loader.pulled.is_none()) {
             report(PullStep::List);
@@ -489,53 +547,6 @@ impl Catalogue {
         });
         let why = why.err().map_or("the log says why".to_owned(), |error| error.to_string());
         Err(StoreError::Conflict(format!("{name} was pulled, but it cannot be served: {why}")))
-    }
-}
-
-impl From<HubError> for StoreError {
-    fn from(error: HubError) -> Self {
-        let text = error.to_string();
-        match error {
-            HubError::Name(_) | HubError::Choose { .. } => Self::Invalid(text),
-            HubError::NoRepository { .. } | HubError::NoRevision { .. } | HubError::NoFile { .. } => {
-                Self::NotFound(text)
-            }
-            HubError::Space { .. } | HubError::Busy { .. } | HubError::NothingToServe { .. } => {
-                Self::Conflict(text)
-            }
-            HubError::File { .. } | HubError::Settings(_) => Self::Local(text),
-            _ => Self::Hub(text),
-        }
-    }
-}
-
-impl Store for Arc<Catalogue> {
-    fn is_on(&self) -> bool {
-        self.config.lock().expect("nothing panics under this lock").models.pulled
-    }
-
-    fn pull(
-        &self,
-        library: &Library,
-        name: &str,
-        known: Option<usize>,
-        report: &mut dyn FnMut(PullStep<'_>) -> bool,
-    ) -> Result<(), StoreError> {
-        /// Frees the place when dropped.
-        struct Place<'a>(&'a AtomicUsize);
-
-        impl Drop for Place<'_> {
-            fn drop(&mut self) {
-                self.0.fetch_sub(1, Ordering::AcqRel);
-            }
-        }
-
-        let others = self.pulls.fetch_add(1, Ordering::AcqRel);
-        let _place = Place(&self.pulls);
-        match others < MOST_PULLS {
-            true => Catalogue::pull(self, library, name, known, report),
-            false => Err(StoreError::Busy(MOST_PULLS)),
-        }
     }
 
     fn delete(&self, library: &Library, index: usize) -> Result<(), StoreError> {
@@ -603,11 +614,12 @@ impl ModelLoader {
         let (Some(card), Some(free)) = (self.model.card(), self.machine.memory("MemAvailable")) else {
             return false;
         };
-        let needed = card.bytes.saturating_mul(2).saturating_add(plan::OTHERS_BYTES);
-        let is_cached = self.lease.is_some() && needed <= free;
+        // As much on the device as in the files, which is unknown before the load.
+        let again = LoadAgain { file_bytes: card.bytes, host_bytes: card.bytes, memory_bytes: free };
+        let is_cached = self.lease.is_some() && again.is_from_memory();
         if self.lease.is_some() {
             let from = if is_cached { "memory" } else { "the disk" };
-            let [needed, free] = [needed, free].map(|bytes| bytes as f64 / 1e9);
+            let [needed, free] = [again.needed_bytes(), free].map(|bytes| bytes as f64 / 1e9);
             let id = self.model.id();
             tracing::info!(
                 "{id:?}: later loads read {from}; both copies need {needed:.1} GB of {free:.1} GB free"

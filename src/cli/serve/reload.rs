@@ -21,7 +21,7 @@ use super::super::configuration::Configured;
 use super::super::error::Error;
 use super::auth::{access_policy, check_keyless};
 use super::courtesy::CourtesyWatch;
-use super::models::{Catalogue, is_of_several};
+use super::models::{Catalogue, NewList, is_of_several};
 use crate::api::{AccessPolicy, Server, Tls};
 use crate::config::Config;
 
@@ -73,6 +73,8 @@ struct NewFiles {
     configured: Configured,
     access: AccessPolicy,
     tls: Option<Tls>,
+    /// The models of a server with several.
+    models: Option<NewList>,
 }
 
 impl Running {
@@ -102,11 +104,12 @@ impl Running {
     }
 
     fn apply(&mut self, new_files: NewFiles) -> Result<(), Error> {
-        let NewFiles { configured: Configured { config, warnings, .. }, access, tls: renewed } = new_files;
+        let NewFiles { configured: Configured { config, warnings, .. }, access, tls: renewed, models } =
+            new_files;
         check_keyless(self.address, access.keys.is_empty(), &config.server)?;
-        let has_new_list = self.server.library().is_shared() && is_of_several(&config);
-        if has_new_list {
-            self.catalogue.follow(self.server.library(), &config)?;
+        let has_new_list = models.is_some();
+        if let Some(models) = models {
+            self.catalogue.follow(self.server.library(), models)?;
         }
         if let (Some(tls), Some(renewed)) = (&self.tls, &renewed) {
             tls.renew(renewed);
@@ -150,11 +153,12 @@ fn read(
         (Some(cert), Some(key)) if has_tls => Some(Tls::read(cert.as_ref(), key.as_ref())?),
         _ => None,
     };
-    if let Some(catalogue) = catalogue.filter(|_| is_of_several(&configured.config)) {
+    let catalogue = catalogue.filter(|_| is_of_several(&configured.config));
+    let models = catalogue.map(|catalogue| {
         step.begin("the models");
-        catalogue.check(&configured.config)?;
-    }
-    Ok(NewFiles { configured, access, tls })
+        catalogue.read(&configured.config)
+    });
+    Ok(NewFiles { configured, access, tls, models: models.transpose()? })
 }
 
 /// What a reading reads at the moment, for the error message about a reading that hangs.
