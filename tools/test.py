@@ -242,12 +242,21 @@ def cargo_result(status, output, skips):
     began = len(re.findall(r"^running \d+ tests?$", output, re.MULTILINE))
     finished = len(re.findall(r"^test result: ", output, re.MULTILINE))
     if began != finished or finished == 0:
-        result.failures.append(f"rust: {began} test binaries began, {finished} finished ({ended(status)})")
+        still = still_running(output)
+        names = f"; these tests still ran: {', '.join(still)}" if still else ""
+        result.failures.append(f"rust: {began} test binaries began, {finished} finished ({ended(status)}){names}")
     if status != 0 and not result.failures:
         result.failures.append(f"rust: {ended(status)}")
     if result.passed <= 0:
         result.failures.append("rust: no test passed")
     return result
+
+
+def still_running(output):
+    """The long tests that never ended. The test harness names a test that has run for a minute."""
+    ended = set(re.findall(r"^test (\S+)(?: - should panic)? \.\.\. ", output, re.MULTILINE))
+    long = re.findall(r"^test (\S+) has been running for over", output, re.MULTILINE)
+    return [name for name in dict.fromkeys(long) if name not in ended]
 
 
 def said(name, output):

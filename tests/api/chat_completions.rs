@@ -4,7 +4,7 @@
 use std::io::{Read, Write};
 use std::net::TcpStream;
 use std::sync::{Arc, Mutex};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use axum::body::Body;
 use axum::http::{Request, StatusCode, header};
@@ -27,6 +27,7 @@ use crate::support::json::with;
 use crate::support::lists::each_value;
 use crate::support::server::CONNECTIONS;
 use crate::support::tokenizers::tokenizer;
+use crate::support::waits::until;
 
 /// Waits for this number of submitted steps, on another thread, so that the runtime's thread is not blocked.
 async fn submitted(app: &App, steps: usize) {
@@ -617,11 +618,8 @@ async fn background_requests_wait_until_no_interactive_request_waits() {
         })
     };
     let one_runs_and_wait = async |n| {
-        let since = Instant::now();
-        while app.control.batches().is_empty() || app.engine.stats().waiting < n {
-            assert!(since.elapsed() < HANG, "one does not run, or fewer than {n} wait");
-            tokio::time::sleep(Duration::from_millis(1)).await;
-        }
+        let is_so = || !app.control.batches().is_empty() && app.engine.stats().waiting >= n;
+        until(&format!("one request runs, and {n} wait"), is_so).await;
     };
     let prompt = "### Task:\nName it.\nFormat: { \"title\": \"\" }\n<chat_history>\n</chat_history>";
     let mut tagged = post(chat("Sort these.").to_string());
@@ -722,11 +720,7 @@ async fn a_full_queue_is_429_with_retry_after() {
             submitted(&app, 1).await;
         }
     }
-    let since = Instant::now();
-    while app.engine.stats().waiting < 2 {
-        assert!(since.elapsed() < HANG, "the queue never became full");
-        tokio::time::sleep(Duration::from_millis(1)).await;
-    }
+    until("the queue is full", || app.engine.stats().waiting == 2).await;
     let (status, headers, body) = send_json(&app.router, post(chat("Hi").to_string())).await;
     assert_eq!((status.as_u16(), &body["error"]["code"]), (429, &json!("queue_full")));
     assert!(headers.contains_key(header::RETRY_AFTER));

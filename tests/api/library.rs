@@ -27,6 +27,7 @@ use crate::support::fake_runner::{Control, FakeFactory, FakeRunner, Script, kv_w
 use crate::support::http::{get, post, post_to, send, send_json};
 use crate::support::server::report;
 use crate::support::tokenizers::{gemma_template, tokenizer};
+use crate::support::waits::until;
 
 /// The device memory of the tests, and what most models take of it.
 const BUDGET: u64 = 200 * MIB;
@@ -268,9 +269,7 @@ async fn every_route_loads_the_model_that_it_names_and_unloads_only_that() {
     }
     let unload = json!({"model": "c", "keep_alive": 0}).to_string();
     assert_eq!(send_json(&app.router, post_to("/api/generate", unload)).await.2["done_reason"], "unload");
-    while app.device.held.load(Ordering::SeqCst) > 0 {
-        tokio::time::sleep(Duration::from_millis(5)).await;
-    }
+    until("all memory is free", || app.device.held.load(Ordering::SeqCst) == 0).await;
     assert_eq!(states(&app.router).await, ["unloaded"; 3]);
     assert_eq!(loads(), before);
     let (_, _, running) = send_json(&app.router, get("/api/ps")).await;
@@ -287,9 +286,7 @@ async fn busy_and_pinned_models_keep_their_memory_and_the_error_names_them() {
     app.models[1].control().allow(0);
     let router = app.router.clone();
     let busy = tokio::spawn(async move { text(&router, "b", "b").await });
-    while app.server.library().engines()[1].stats().running == 0 {
-        tokio::time::sleep(Duration::from_millis(1)).await;
-    }
+    until("the request runs", || app.server.library().engines()[1].stats().running > 0).await;
     let (status, answer) = ask(&app.router, "c").await;
     assert_eq!((status.as_u16(), &answer["error"]["code"]), (503, &json!("no_room")), "{answer}");
     let message = answer["error"]["message"].as_str().expect("a text");
@@ -326,9 +323,10 @@ async fn a_failed_load_fails_the_requests_that_wait_and_the_next_one_tries_again
     app.models[0].control().fail_starts();
     app.models[0].control().fail_probes();
     app.server.library().engines()[0].probe();
-    while app.server.library().engines().first().is_some_and(|engine| engine.ended().is_none()) {
-        tokio::time::sleep(Duration::from_millis(1)).await;
-    }
+    until("the engine ends", || {
+        app.server.library().engines().first().is_none_or(|engine| engine.ended().is_some())
+    })
+    .await;
     // It may still hold its memory. The request waits until that is free.
     assert_eq!(text(&app.router, "a", "a").await, "ant");
     assert_eq!(app.device.held.load(Ordering::SeqCst), HALF);
@@ -375,9 +373,7 @@ async fn clients_that_leave_and_loads_that_panic_leave_nothing_behind() {
     app.models[0].load_ms.store(1000, Ordering::SeqCst);
     let router = app.router.clone();
     let asking = tokio::spawn(async move { ask(&router, "a").await });
-    while app.models[0].loads.load(Ordering::SeqCst) == 0 {
-        tokio::time::sleep(Duration::from_millis(1)).await;
-    }
+    until("the load begins", || app.models[0].loads.load(Ordering::SeqCst) > 0).await;
     assert_eq!(app.server.library().waiting(0), 1);
     asking.abort();
     assert!(asking.await.expect_err("it was aborted").is_cancelled());
@@ -407,9 +403,7 @@ async fn waiting_requests_are_bounded_and_failed_loads_are_not_repeated_at_once(
             tokio::spawn(async move { ask(&router, "a").await })
         })
         .collect();
-    while app.server.library().waiting(0) < 2 {
-        tokio::time::sleep(Duration::from_millis(1)).await;
-    }
+    until("two requests wait", || app.server.library().waiting(0) == 2).await;
     let (status, answer) = ask(&app.router, "b").await;
     assert_eq!((status.as_u16(), &answer["error"]["code"]), (429, &json!("queue_full")), "{answer}");
     for asked in asked {
@@ -509,9 +503,7 @@ async fn a_model_that_leaves_the_list_answers_its_requests_and_is_then_unloaded(
     control.allow(0);
     let router = app.router.clone();
     let asked = tokio::spawn(async move { text(&router, "a", "a").await });
-    while app.server.library().engines()[0].stats().running == 0 {
-        tokio::time::sleep(Duration::from_millis(1)).await;
-    }
+    until("the request runs", || app.server.library().engines()[0].stats().running > 0).await;
 
     // The second model becomes the first, and a new one is the second.
     let fox = FakeModel::new(&app.device, "fox", HALF);
@@ -524,9 +516,7 @@ async fn a_model_that_leaves_the_list_answers_its_requests_and_is_then_unloaded(
     assert_eq!(app.device.held.load(Ordering::SeqCst), BUDGET, "`a` still answers");
     control.release();
     assert_eq!(asked.await.expect("no panic"), "ant");
-    while app.device.held.load(Ordering::SeqCst) > HALF {
-        tokio::time::sleep(Duration::from_millis(1)).await;
-    }
+    until("the memory of one model is free", || app.device.held.load(Ordering::SeqCst) <= HALF).await;
     assert_eq!(text(&app.router, "x", "x").await, "fox");
     assert_eq!(states(&app.router).await, ["loaded", "loaded"]);
     assert_eq!(app.models[1].loads.load(Ordering::SeqCst), 1, "`b` stayed loaded");
@@ -534,9 +524,7 @@ async fn a_model_that_leaves_the_list_answers_its_requests_and_is_then_unloaded(
 
     // A request that found the model before it left the list.
     library.replace(vec![Listed::Kept(1)]);
-    while app.device.held.load(Ordering::SeqCst) > HALF {
-        tokio::time::sleep(Duration::from_millis(1)).await;
-    }
+    until("the memory of one model is free", || app.device.held.load(Ordering::SeqCst) <= HALF).await;
     let gone = library.admit(2, 0).await.err();
     assert_eq!(gone, Some(LibraryError::Gone("x".into())));
     assert_eq!(fox.loads.load(Ordering::SeqCst), 1);
@@ -553,9 +541,7 @@ async fn a_request_that_waits_for_a_replaced_model_is_answered_by_its_successor(
     };
     let (busy, waiting, leaving) = (asking("a"), asking("b"), asking("alias-b"));
     let library = app.server.library();
-    while library.waiting(1) < 2 {
-        tokio::time::sleep(Duration::from_millis(1)).await;
-    }
+    until("two requests wait", || library.waiting(1) == 2).await;
     let bug = FakeModel::new(&app.device, "bug", HALF);
     let successor = Listed::New(Arc::new(Model::new("b".into())), Box::new(FakeLoader(Arc::clone(&bug))));
     assert_eq!(library.replace(vec![Listed::Kept(0), successor]), [0, 2]);
@@ -576,7 +562,13 @@ async fn a_request_that_waits_for_a_replaced_model_is_answered_by_its_successor(
 struct FakeStore {
     model: Arc<FakeModel>,
     bytes: u64,
-    stopped: Arc<AtomicBool>,
+    downloads: Arc<Downloads>,
+}
+
+#[derive(Default)]
+struct Downloads {
+    begun: AtomicUsize,
+    stopped: AtomicUsize,
 }
 
 impl Store for FakeStore {
@@ -595,10 +587,11 @@ impl Store for FakeStore {
             return Err(StoreError::NotFound(format!("there is no {name:?}")));
         }
         report(PullStep::List);
+        self.downloads.begun.fetch_add(1, Ordering::SeqCst);
         let (path, digest, total) = ("model.gguf", "sha256:00", self.bytes);
         for completed in 0..=total {
             if !report(PullStep::File { path, digest, total, completed }) {
-                self.stopped.store(true, Ordering::SeqCst);
+                self.downloads.stopped.fetch_add(1, Ordering::SeqCst);
                 return Err(StoreError::Hub("stopped".into()));
             }
             std::thread::sleep(Duration::from_millis(1));
@@ -623,13 +616,13 @@ impl Store for FakeStore {
     }
 }
 
-fn with_store(bytes: u64) -> (Router, Arc<AtomicBool>) {
-    let (device, stopped) = (Arc::new(Device::default()), Arc::<AtomicBool>::default());
+fn with_store(bytes: u64) -> (Router, Arc<Downloads>) {
+    let (device, downloads) = (Arc::new(Device::default()), Arc::<Downloads>::default());
     let [ant, new] = ["ant", "new"].map(|text| FakeModel::new(&device, text, HALF));
     let loader: Box<dyn Loader> = Box::new(FakeLoader(ant));
     let library = Library::of_several([(Arc::new(Model::new("a".into())), loader)], false, TURNS)
-        .with_store(FakeStore { model: new, bytes, stopped: Arc::clone(&stopped) });
-    (api::router(Server::new(library, OPTIONS, AccessPolicy::default())), stopped)
+        .with_store(FakeStore { model: new, bytes, downloads: Arc::clone(&downloads) });
+    (api::router(Server::new(library, OPTIONS, AccessPolicy::default())), downloads)
 }
 
 /// A request from `address`, and of a page of `origin`.
@@ -722,19 +715,16 @@ async fn only_programs_of_this_machine_and_keys_pull_and_delete() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_download_stops_when_its_client_is_gone() {
-    let (router, stopped) = with_store(1 << 40);
-    for stream in [true, false] {
-        stopped.store(false, Ordering::SeqCst);
+    let (router, downloads) = with_store(1 << 40);
+    for (number, stream) in [(1, true), (2, false)] {
         let body = json!({"model": "new", "stream": stream}).to_string();
         let request = from(post_to("/api/pull", body), "127.0.0.1", None);
         let asked = tokio::spawn({
             let router = router.clone();
             async move { send(&router, request).await }
         });
-        tokio::time::sleep(Duration::from_millis(50)).await;
+        until("the download begins", || downloads.begun.load(Ordering::SeqCst) == number).await;
         asked.abort();
-        while !stopped.load(Ordering::SeqCst) {
-            tokio::time::sleep(Duration::from_millis(1)).await;
-        }
+        until("the download stops", || downloads.stopped.load(Ordering::SeqCst) == number).await;
     }
 }

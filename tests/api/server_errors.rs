@@ -27,6 +27,7 @@ use crate::support::http::{assert_all_free, chat, get, post_to, send, status};
 use crate::support::json::with;
 use crate::support::server::{CONNECTIONS, report};
 use crate::support::tokenizers::tokenizer;
+use crate::support::waits::until;
 
 /// A word in every prompt of these tests. It must be in no log line.
 const ASKED: &str = "xyzzy";
@@ -298,14 +299,6 @@ async fn a_full_queue_answered_with_529_is_529_in_the_log_and_metrics() {
     app.control.release();
     for request in waiting {
         assert_eq!(request.await.expect("answered"), 200);
-    }
-}
-
-async fn until(what: &str, ready: impl Fn() -> bool) {
-    let since = Instant::now();
-    while !ready() {
-        assert!(since.elapsed() < HANG, "never: {what}");
-        tokio::time::sleep(Duration::from_millis(1)).await;
     }
 }
 

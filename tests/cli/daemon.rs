@@ -12,6 +12,7 @@ use crate::support::device_is_software;
 use crate::support::energy::{WATTS, constant_power, no_power};
 use crate::support::fake_runner::HANG;
 use crate::support::program::{assert_error, binary, output, unicorn, unicorn_on_software};
+use crate::support::waits::wait_until;
 
 #[test]
 fn serve_loads_answers_and_stops_on_sigterm() {
@@ -169,11 +170,12 @@ fn lost_log_lines_are_reported_when_the_log_is_read_again() {
     let mut server = Daemon::start(&["-vv"]);
     let id = "x".repeat(128);
     // More lines than the pipe and the queue of the log thread can hold.
-    while server.metric("unicorn_log_lines_lost_total") == 0.0 {
+    wait_until("lines are lost", || {
         for _ in 0..500 {
             server.exchange("GET", "/nothing", &[("x-request-id", &id)], "");
         }
-    }
+        server.metric("unicorn_log_lines_lost_total") > 0.0
+    });
     let note = server.wait_for_line("of the log were lost");
     assert!(note.contains("WARN"), "{note}");
 }

@@ -1,7 +1,7 @@
 //! The engine when its device is lost and another runner replaces it: answers continue without a visible difference.
 
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use unicorn::engine::{
     Engine, EngineConfig, EngineError, EngineHandle, EngineState, Event, KeepAlive, Request, Restriction,
@@ -13,6 +13,7 @@ use crate::support::engine::{END, assert_all_free, collect, request};
 use crate::support::fake_runner::{
     Control, FakeFactory, FakeRunner, HANG, fake_limits, kv_with, mixed, mixed_answer,
 };
+use crate::support::waits::wait_until;
 
 /// Room for four sequences, with two steps in flight.
 fn four() -> Limits {
@@ -47,11 +48,7 @@ fn prompts() -> Vec<Vec<u32>> {
 }
 
 fn wait_for(engine: &EngineHandle, state: EngineState) {
-    let since = Instant::now();
-    while engine.state() != state {
-        assert!(since.elapsed() < HANG, "never {state:?}: {:?}", engine.state());
-        std::thread::sleep(Duration::from_millis(1));
-    }
+    wait_until(&format!("{state:?}"), || engine.state() == state);
 }
 
 /// All ids of each answer to a request, and the last event.
@@ -238,11 +235,7 @@ fn a_prompt_on_which_the_npu_fails_ends_and_the_others_continue() {
     // Failures of the NPU must not count towards giving up the device at a later loss.
     control.fail_probes();
     engine.probe();
-    let since = Instant::now();
-    while engine.stats().losses == 0 {
-        assert!(since.elapsed() < HANG, "the failed probe was not noticed");
-        std::thread::sleep(Duration::from_millis(1));
-    }
+    wait_until("the failed probe is noticed", || engine.stats().losses > 0);
     assert_eq!(collect(&mut engine.submit(request(&early, 9)).expect("accepted")).0, answer_to(&early, 9));
 }
 
@@ -356,11 +349,7 @@ fn an_idle_model_is_unloaded_and_loaded_again_for_the_next_request() {
     for _ in 0..50 {
         wait_for(&engine, EngineState::Unloaded);
         drop(engine.submit(request(&[1; 20], 9)).expect("accepted"));
-        let since = Instant::now();
-        while engine.stats().waiting > 0 {
-            assert!(since.elapsed() < HANG, "the request stays in the queue");
-            std::thread::sleep(Duration::from_millis(1));
-        }
+        wait_until("the request leaves the queue", || engine.stats().waiting == 0);
     }
     assert_eq!(
         collect(&mut engine.submit(request(&[1; 20], 9)).expect("accepted")).0,
@@ -389,11 +378,7 @@ fn requests_and_commands_decide_how_long_the_model_is_kept() {
     engine.unload().expect("accepted");
     wait_for(&engine, EngineState::Unloaded);
     let mut loaded = engine.load(KeepAlive::For(MINUTES)).expect("accepted");
-    let since = Instant::now();
-    while loaded.try_recv().is_err() {
-        assert!(since.elapsed() < HANG, "the model is never loaded");
-        std::thread::sleep(Duration::from_millis(1));
-    }
+    wait_until("the model is loaded", || loaded.try_recv().is_ok());
     assert_eq!((engine.state(), control.starts()), (EngineState::Ready, 2));
     let kept = engine.kept_for().expect("a time");
     assert!(kept > MINUTES - HANG && kept <= MINUTES, "{kept:?}");

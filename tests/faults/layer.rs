@@ -12,6 +12,7 @@ use crate::support::daemon::Daemon;
 use crate::support::program::{example, lab_on_software, output, unicorn_on_software};
 use crate::support::root;
 use crate::support::systemd::Systemd;
+use crate::support::waits::wait_until;
 
 /// Inserts the fault layer between a command and its driver.
 fn with_layer(command: &mut Command) {
@@ -350,9 +351,7 @@ fn a_server_whose_device_hangs_sends_no_watchdog_signals_to_systemd() {
     systemd.wait_for("WATCHDOG=1");
     faulty.arm("submit:1+=HANG");
     // `/health` reports `unresponsive` five seconds after the last step.
-    while faulty.health().1["status"] != "unresponsive" {
-        std::thread::sleep(Duration::from_millis(100));
-    }
+    wait_until("it is unresponsive", || faulty.health().1["status"] == "unresponsive");
     while systemd.next_message(Duration::from_millis(1)).is_some() {}
     // One more signal may already be on its way: systemd gets three within the watchdog time.
     systemd.next_message(watchdog / 2);

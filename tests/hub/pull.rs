@@ -8,7 +8,7 @@ use std::net::TcpListener;
 use std::os::unix::fs::{PermissionsExt, symlink};
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use axum::body::Bytes;
 use rand::{Rng, SeedableRng};
@@ -18,9 +18,9 @@ use unicorn::hub::{Cache, Format, HubError, ModelName, Settings, pull, standard_
 
 use crate::support::checkpoints::sha256;
 use crate::support::data;
-use crate::support::fake_runner::HANG;
 use crate::support::hub::{COMMIT, Fault, Hub, at_home, git_sha1, pull_with, tiny_gemma};
 use crate::support::program::{in_shell, output, printed, printed_json, unicorn_on_software};
+use crate::support::waits::wait_until;
 
 const OTHER_COMMIT: &str = "fedcba9876543210fedcba9876543210fedcba98";
 
@@ -703,11 +703,7 @@ fn a_killed_pull_is_resumed() {
     let mut killed = unicorn(home.path(), &hub, &["pull", "org/tiny"]).spawn().expect("runs");
     let blobs = home.path().join(".cache/huggingface/hub/models--org--tiny/blobs");
     let incomplete = blobs.join(sha256(&weights) + ".incomplete");
-    let since = Instant::now();
-    while fs::metadata(&incomplete).map_or(0, |m| m.len()) < 40_000 {
-        assert!(since.elapsed() < HANG, "no bytes arrived");
-        std::thread::sleep(Duration::from_millis(10));
-    }
+    wait_until("bytes arrive", || fs::metadata(&incomplete).is_ok_and(|m| m.len() >= 40_000));
     killed.kill().expect("killed");
     killed.wait().expect("gone");
     hub.cdn_requests();

@@ -3,14 +3,13 @@
 use std::fs;
 use std::path::Path;
 use std::process::Command;
-use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 
 use crate::support::daemon::Daemon;
-use crate::support::fake_runner::HANG;
 use crate::support::hub::{Hub, at_home, tiny_gemma};
 use crate::support::program::{assert_error, in_shell, output, printed, unicorn_on_software};
+use crate::support::waits::wait_until;
 
 /// A server that serves what is pulled into `home`/models.
 fn start(home: &Path, hub: &Hub) -> Daemon {
@@ -96,11 +95,9 @@ fn a_model_is_pulled_served_and_deleted_without_a_restart() {
     assert_eq!(ids(&server), demo);
     assert!(!home.path().join("models/models--org--tiny").exists(), "the files are gone");
     // No process keeps them open, so that the disk has its space back.
-    let since = Instant::now();
-    while !files_of_the_model(&server).is_empty() || !server.device_processes().is_empty() {
-        assert!(since.elapsed() < HANG, "{:?}", files_of_the_model(&server));
-        std::thread::sleep(Duration::from_millis(20));
-    }
+    wait_until("the files are closed, and the device process has ended", || {
+        files_of_the_model(&server).is_empty() && server.device_processes().is_empty()
+    });
     assert_eq!(ask(&server, "org/tiny").0, 404);
     assert_eq!(ask(&server, &demo[0]).0, 200);
 }
@@ -182,9 +179,7 @@ fn the_commands_ask_a_running_server() {
     assert!(table.lines().count() == 2 && table.contains("org/tiny") && table.contains("256"), "{table}");
     printed(asks(&["stop", "org/tiny"]));
     // It is unloaded as soon as no request uses it.
-    while printed(asks(&["ps"])).lines().count() > 1 {
-        std::thread::sleep(Duration::from_millis(20));
-    }
+    wait_until("the model is unloaded", || printed(asks(&["ps"])).lines().count() == 1);
     let (code, _, stderr) = output(asks(&["stop", "org/tiny"]));
     assert!(code == 0 && stderr.contains("not loaded"), "{stderr}");
 

@@ -23,6 +23,7 @@ use crate::support::fake_runner::HANG;
 use crate::support::goldens::{all_logits, load, max_difference};
 use crate::support::npu::{demo_kernels, demo_kernels_with, double};
 use crate::support::program::{binary, output, unicorn_on_software};
+use crate::support::waits::wait_until;
 
 /// The demo model's heads, and the maximum number of keys of a job.
 const HEADS: HeadShape = HeadShape { head_dim: 64, heads_per_group: 2 };
@@ -402,9 +403,9 @@ fn the_counts_of_an_npu_outlive_its_process() {
             ["unicorn_npu_completed_total", "unicorn_npu_waited_seconds_total"].map(|n| server.metric(n));
         assert!(now[0] > completed && now[1] > waited, "{now:?} after {completed} and {waited}");
         [completed, waited] = now;
-        while !server.exchange("GET", "/health", &[], "").1.contains("unloaded") {
-            std::thread::sleep(Duration::from_millis(50));
-        }
+        wait_until("the model is unloaded", || {
+            server.exchange("GET", "/health", &[], "").1.contains("unloaded")
+        });
         assert_eq!((server.metric(FALLBACKS), server.metric("unicorn_npu_kv_heads")), (f64::from(n), 0.0));
         assert_eq!(server.metric("unicorn_npu_completed_total"), completed);
         assert_eq!(server.metric("unicorn_npu_waited_seconds_total"), waited);

@@ -6,12 +6,18 @@ use std::path::Path;
 use std::process::{Child, Command};
 use std::time::{Duration, Instant};
 
+use rustix::event::{PollFd, PollFlags};
 use serde_json::json;
 use tempfile::TempDir;
 
 use super::checkpoints::tiny_model;
 use super::fake_runner::HANG;
 use super::program::unicorn_on_software;
+use super::waits::wait_until;
+
+/// A server that does not write an expected line of its log, or does not end an answer, for this long hangs. It may first
+/// compile the kernels of a model.
+const PATIENCE: Duration = Duration::from_secs(600);
 
 /// A running server with a small model. It is killed on drop, also when the test fails.
 pub struct Daemon {
@@ -80,12 +86,20 @@ impl Daemon {
     }
 
     /// Reads the log up to the next line that contains `part`, and returns that line.
+    #[track_caller]
     pub fn wait_for_line(&mut self, part: &str) -> String {
         let reader = self.stderr.as_mut().expect("the log is read");
+        let since = Instant::now();
         loop {
             // Reads byte by byte, so that later lines stay in the pipe.
             let (mut line, mut byte) = (Vec::new(), [0]);
-            while reader.read(&mut byte).expect("the log can be read") == 1 && byte[0] != b'\n' {
+            loop {
+                let left = PATIENCE.saturating_sub(since.elapsed());
+                let has_bytes = is_readable(reader, left);
+                assert!(has_bytes, "no log line contains {part:?} for {PATIENCE:?}: {:#?}", self.log);
+                if reader.read(&mut byte).expect("the log can be read") == 0 || byte[0] == b'\n' {
+                    break;
+                }
                 line.push(byte[0]);
             }
             assert!(!(line.is_empty() && byte[0] != b'\n'), "no log line contains {part:?}: {:#?}", self.log);
@@ -120,14 +134,12 @@ impl Daemon {
 
     /// The process id of a device process. Waits until one is started.
     pub fn device_process(&self) -> String {
-        let since = Instant::now();
-        loop {
-            if let Some(pid) = self.device_processes().into_iter().next() {
-                return pid;
-            }
-            assert!(since.elapsed() < HANG, "no device process: {:#?}", self.log);
-            std::thread::sleep(Duration::from_millis(1));
-        }
+        let mut found = None;
+        wait_until("a device process", || {
+            found = self.device_processes().into_iter().next();
+            found.is_some()
+        });
+        found.expect("found")
     }
 
     /// The process ids of its device processes.
@@ -179,13 +191,21 @@ impl Daemon {
     /// Sends one request over a new connection. Returns the status and the raw body.
     pub fn exchange(&self, method: &str, path: &str, fields: &[(&str, &str)], body: &str) -> (u16, String) {
         let mut client = TcpStream::connect(&self.address).expect("connects");
-        client.set_read_timeout(Some(HANG)).expect("set");
         let fields: String = fields.iter().map(|(name, value)| format!("{name}: {value}\r\n")).collect();
         let length = body.len();
         let head = format!("{method} {path} HTTP/1.0\r\n{fields}Content-Length: {length}\r\n\r\n{body}");
         client.write_all(head.as_bytes()).expect("sent");
-        let mut reply = String::new();
-        client.read_to_string(&mut reply).expect("answered");
+        let (since, mut reply, mut piece) = (Instant::now(), Vec::new(), [0; 4096]);
+        loop {
+            // A stream may send comments for ever.
+            let left = PATIENCE.saturating_sub(since.elapsed()).min(HANG).max(Duration::from_millis(1));
+            client.set_read_timeout(Some(left)).expect("set");
+            match client.read(&mut piece).expect("answered") {
+                0 => break,
+                length => reply.extend(&piece[..length]),
+            }
+        }
+        let reply = String::from_utf8(reply).expect("UTF-8");
         let (head, body) = reply.split_once("\r\n\r\n").expect("a head and a body");
         (head.split(' ').nth(1).and_then(|s| s.parse().ok()).expect(head), body.to_owned())
     }
@@ -225,6 +245,18 @@ impl Daemon {
         let (status, text) = self.exchange("GET", "/metrics", &[], "");
         assert_eq!(status, 200, "{text}");
         text
+    }
+}
+
+/// Waits until a read of the pipe does not block. False = it would still block after `patience`.
+fn is_readable(reader: &PipeReader, patience: Duration) -> bool {
+    let mut pipes = [PollFd::new(reader, PollFlags::IN)];
+    let patience = patience.try_into().expect("a time");
+    loop {
+        match rustix::event::poll(&mut pipes, Some(&patience)) {
+            Err(rustix::io::Errno::INTR) => {}
+            ready => return ready.expect("polls") > 0,
+        }
     }
 }
 

@@ -1,11 +1,9 @@
 //! Requests to an engine and their results, for tests without a server.
 
-use std::time::{Duration, Instant};
-
 use unicorn::engine::{EngineHandle, Event, Request, TokenStream};
 use unicorn::model::SamplingParams;
 
-use super::fake_runner::HANG;
+use super::waits::wait_until;
 
 /// The id that ends the answers to [`request`].
 pub const END: u32 = 106;
@@ -29,15 +27,13 @@ pub fn collect(stream: &mut TokenStream) -> (Vec<u32>, Event) {
     }
 }
 
-/// Waits until no request runs or waits and no block is held.
+/// Whether no request runs or waits and no block is held.
+pub fn is_at_rest(engine: &EngineHandle) -> bool {
+    let stats = engine.stats();
+    stats.running == 0 && stats.waiting == 0 && stats.full.held == 0 && stats.sliding.held == 0
+}
+
+/// Waits until [`is_at_rest`].
 pub fn assert_all_free(engine: &EngineHandle) {
-    let since = Instant::now();
-    loop {
-        let stats = engine.stats();
-        if stats.running == 0 && stats.waiting == 0 && stats.full.held == 0 && stats.sliding.held == 0 {
-            return;
-        }
-        assert!(since.elapsed() < HANG, "never came to rest: {stats:?}");
-        std::thread::sleep(Duration::from_millis(1));
-    }
+    wait_until("no request, and no held block", || is_at_rest(engine));
 }

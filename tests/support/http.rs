@@ -13,6 +13,7 @@ use unicorn::engine::EngineHandle;
 use super::app::{App, MODEL};
 use super::fake_runner::HANG;
 use super::json::with;
+use super::{engine, waits};
 
 /// A chat of one turn.
 pub fn chat(text: &str) -> Value {
@@ -96,15 +97,7 @@ pub fn content(chunks: &[Value]) -> String {
 
 /// Waits until no request runs or waits and no block is held.
 pub async fn assert_all_free(engine: &EngineHandle) {
-    let since = Instant::now();
-    loop {
-        let stats = engine.stats();
-        if stats.running == 0 && stats.waiting == 0 && stats.full.held + stats.sliding.held == 0 {
-            return;
-        }
-        assert!(since.elapsed() < HANG, "never came to rest: {stats:?}");
-        tokio::time::sleep(Duration::from_millis(1)).await;
-    }
+    waits::until("no request, and no held block", || engine::is_at_rest(engine)).await;
 }
 
 /// The JSON of `/status`.

@@ -38,6 +38,7 @@ pub mod tables;
 pub mod texts;
 pub mod tokenizers;
 pub mod tools;
+pub mod waits;
 
 use std::collections::BTreeMap;
 use std::fs::OpenOptions;

@@ -4,11 +4,16 @@
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
+use std::sync::mpsc;
 use std::sync::{Mutex, PoisonError};
+use std::time::Duration;
 
 use serde_json::Value;
 
 use super::{policy, root};
+
+/// A command that runs for longer hangs. It may build an example, or compile the kernels of a model.
+const PATIENCE: Duration = Duration::from_secs(900);
 
 /// The program without any Vulkan device, for commands that must fail before they need one.
 pub fn unicorn(args: &[&str]) -> Command {
@@ -66,9 +71,13 @@ pub fn in_shell(setting: &str, command: &Command) -> Command {
     shell
 }
 
-/// Exit code, stdout and stderr.
+/// Exit code, stdout and stderr. Panics if the command runs for longer than [`PATIENCE`].
+#[track_caller]
 pub fn output(mut command: Command) -> (i32, String, String) {
-    let Output { status, stdout, stderr } = command.output().expect("the binary runs");
+    let (shown, (sender, ended)) = (format!("{command:?}"), mpsc::channel());
+    std::thread::spawn(move || sender.send(command.output()));
+    let ended = ended.recv_timeout(PATIENCE).unwrap_or_else(|_| panic!("{shown} runs for {PATIENCE:?}"));
+    let Output { status, stdout, stderr } = ended.expect("the binary runs");
     let text = |bytes| String::from_utf8(bytes).expect("UTF-8");
     (status.code().expect("an exit code, not a signal"), text(stdout), text(stderr))
 }

@@ -47,6 +47,12 @@ class Cargo(unittest.TestCase):
         expected = "rust: a::y" + "".join(f"\n    {line}" for line in panic.splitlines())
         self.assertEqual(self.failures(101, bad), [expected])
 
+    def test_tests_that_never_end_are_named(self):
+        long = "".join(f"test a::{name} has been running for over 60 seconds\n" for name in "xyz")
+        failure = self.failures(None, f"running 3 tests\n{long}test a::y ... ok\n")[0]
+        self.assertIn("did not finish in time", failure)
+        self.assertTrue(failure.endswith("these tests still ran: a::x, a::z"), failure)
+
     def test_durations_follow_from_when_lines_arrive(self):
         arrived = [(10, "running 4 tests\n"), (12, "test a::y ... ok\n"), (13, "test b has been running for over 60 seconds\n"),
                    (17, "test a::x ... FAILED\n"), (18, "test c - should panic ... ok\n"), (20, "test b ... ok\n")]
