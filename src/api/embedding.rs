@@ -11,6 +11,7 @@ use crate::api::http::counters::Followed;
 use crate::api::http::fair_semaphore::FairPermit;
 use crate::api::server::Server;
 use crate::engine::{Event, KeepAlive, Request, SubmitError, Timings, TokenStream};
+use crate::library::InUse;
 use crate::session::{Reason, Service};
 
 /// The maximum number of texts of one request in the engine: enough to fill a step, and few compared with other requests.
@@ -49,7 +50,7 @@ impl Texts {
 pub(in crate::api) async fn embed_texts(
     server: &Server,
     caller: &Caller,
-    service: &Service,
+    service: &InUse,
     arriving: FairPermit,
     Texts { at, ids, keep_alive }: Texts,
 ) -> Result<Vec<(Vec<f32>, Timings)>, ApiError> {
@@ -67,7 +68,8 @@ pub(in crate::api) async fn embed_texts(
             let request = Request { client, priority, keep_alive, pooling: true, ..Request::new(ids) };
             match service.engine().submit(request) {
                 Ok(events) => {
-                    in_progress.push_back(embedding(events, server.metrics.follow(1, caller.client.arrived)))
+                    let followed = server.metrics.follow(service.model().id(), 1, caller.client.arrived);
+                    in_progress.push_back(embedding(events, followed));
                 }
                 Err(SubmitError::QueueFull { .. }) if !in_progress.is_empty() => break,
                 // Other requests took the places. Wait, so that finished embeddings are not lost.
@@ -83,7 +85,7 @@ pub(in crate::api) async fn embed_texts(
         }
         // From here on, the engine's queue is the limit.
         if arriving.take().is_some() {
-            server.metrics.taken(purpose);
+            server.metrics.taken(service.model().id(), purpose);
         }
         match in_progress.next().await {
             Some(done) => embedded.push(done?),

@@ -337,9 +337,9 @@ async fn start<F: Format>(
         let n = 1 + engine.more_seeds.len();
         let tokens =
             service.engine().submit(engine).map_err(|error| ApiError::from(error).in_prompt(F::PROMPT))?;
-        answers.add(tokens, &text, n, server.metrics.follow(n, client.arrived));
+        answers.add(tokens, &text, n, server.metrics.follow(service.model().id(), n, client.arrived));
     }
-    server.metrics.taken(purpose);
+    server.metrics.taken(service.model().id(), purpose);
     drop(arriving); // from here on, the engine's queue is the limit
     format.ready(&service).await?;
     let reply = Reply { head, count: answers.count(), service, seed, span: tracing::Span::current() };

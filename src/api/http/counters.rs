@@ -19,16 +19,23 @@ const GAPS: &[f64] =
     &[0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.225, 0.25, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5];
 
 /// The counts since the server's start.
+#[derive(Default)]
 pub(in crate::api) struct Metrics {
     pub(in crate::api) responses: Mutex<BTreeMap<(String, u16), u64>>,
-    pub(in crate::api) taken: Mutex<BTreeMap<Purpose, u64>>,
-    pub(in crate::api) finished: Mutex<BTreeMap<&'static str, u64>>,
     /// Refused requests by the error's code.
     pub(in crate::api) refused: Mutex<BTreeMap<&'static str, u64>>,
     pub(in crate::api) slow_readers: AtomicU64,
     pub(in crate::api) kernels: Mutex<BTreeMap<String, (u64, Duration)>>,
     /// The last error that was the server's fault: its Unix time in seconds, and its message.
     pub(in crate::api) last_error: Mutex<Option<(u64, String)>>,
+    /// By the id of each model that had a request. A model that leaves the list, and comes back, continues its counts.
+    models: Mutex<BTreeMap<String, Arc<ModelMetrics>>>,
+}
+
+/// The counts of the requests for one model.
+pub(in crate::api) struct ModelMetrics {
+    pub(in crate::api) taken: Mutex<BTreeMap<Purpose, u64>>,
+    pub(in crate::api) finished: Mutex<BTreeMap<&'static str, u64>>,
     pub(in crate::api) prompt_tokens: AtomicU64,
     pub(in crate::api) cached_tokens: AtomicU64,
     pub(in crate::api) generated_tokens: AtomicU64,
@@ -40,17 +47,12 @@ pub(in crate::api) struct Metrics {
     pub(in crate::api) answered: Histogram,
 }
 
-impl Default for Metrics {
+impl Default for ModelMetrics {
     fn default() -> Self {
         let [to_first_token, queued, prefilled, decoded, answered] = [(); 5].map(|()| Histogram::new(WAITS));
         Self {
-            responses: Mutex::default(),
             taken: Mutex::default(),
             finished: Mutex::default(),
-            refused: Mutex::default(),
-            slow_readers: AtomicU64::new(0),
-            kernels: Mutex::default(),
-            last_error: Mutex::default(),
             prompt_tokens: AtomicU64::new(0),
             cached_tokens: AtomicU64::new(0),
             generated_tokens: AtomicU64::new(0),
@@ -82,29 +84,47 @@ impl Metrics {
         *locked(&self.refused).entry(code).or_default() += 1;
     }
 
-    /// Counts a request that the engine has taken, with all its prompts.
-    pub fn taken(&self, purpose: Purpose) {
-        *locked(&self.taken).entry(purpose).or_default() += 1;
+    /// The counts of the model with this id.
+    pub fn of_model(&self, id: &str) -> Arc<ModelMetrics> {
+        Arc::clone(locked(&self.models).entry(id.to_owned()).or_default())
     }
 
-    /// Follows a request with so many answers that the engine has just taken, and that had arrived then.
-    pub fn follow(self: &Arc<Self>, answers: usize, arrived: Instant) -> Followed {
+    /// The counts of the model with this id. `None` = it never had a request.
+    pub fn of_used_model(&self, id: &str) -> Option<Arc<ModelMetrics>> {
+        locked(&self.models).get(id).cloned()
+    }
+
+    /// Counts a request that the engine of the model `id` has taken, with all its prompts.
+    pub fn taken(&self, id: &str, purpose: Purpose) {
+        *locked(&self.of_model(id).taken).entry(purpose).or_default() += 1;
+    }
+
+    /// Follows a request with so many answers that the engine of the model `id` has just taken, and that had arrived then.
+    pub fn follow(self: &Arc<Self>, id: &str, answers: usize, arrived: Instant) -> Followed {
         Followed {
             metrics: Arc::clone(self),
+            of_model: self.of_model(id),
             answers: vec![Progress::default(); answers],
             before: arrived.elapsed(),
             begun: false,
         }
     }
 
-    /// The number of answers that ended, by reason.
+    /// The number of answers of all models that ended, by reason.
     pub fn finished(&self) -> BTreeMap<&'static str, u64> {
-        locked(&self.finished).clone()
+        let mut all = BTreeMap::new();
+        for model in locked(&self.models).values() {
+            for (reason, n) in &*locked(&model.finished) {
+                *all.entry(*reason).or_default() += n;
+            }
+        }
+        all
     }
 
-    /// The numbers of prompt tokens, of prompt tokens that the prefix cache had, and of generated tokens.
+    /// The sums of [`ModelMetrics::tokens`] over all models.
     pub fn tokens(&self) -> [u64; 3] {
-        [&self.prompt_tokens, &self.cached_tokens, &self.generated_tokens].map(|n| n.load(Ordering::Relaxed))
+        let models = locked(&self.models);
+        models.values().fold([0; 3], |sums, model| std::array::from_fn(|i| sums[i] + model.tokens()[i]))
     }
 
     pub fn last_error(&self) -> Option<(u64, String)> {
@@ -129,6 +149,13 @@ impl Metrics {
     }
 }
 
+impl ModelMetrics {
+    /// The numbers of prompt tokens, of prompt tokens that the prefix cache had, and of generated tokens.
+    pub fn tokens(&self) -> [u64; 3] {
+        [&self.prompt_tokens, &self.cached_tokens, &self.generated_tokens].map(|n| n.load(Ordering::Relaxed))
+    }
+}
+
 /// The progress of one answer, up to its last event.
 #[derive(Clone, Copy, Default)]
 struct Progress {
@@ -140,6 +167,7 @@ struct Progress {
 /// A request that the engine has taken, up to its end. If it is dropped before its end, its client has left.
 pub(in crate::api) struct Followed {
     metrics: Arc<Metrics>,
+    of_model: Arc<ModelMetrics>,
     answers: Vec<Progress>,
     /// From the request's arrival to its submission.
     before: Duration,
@@ -148,7 +176,7 @@ pub(in crate::api) struct Followed {
 
 impl Followed {
     pub fn event(&mut self, event: &Event) {
-        let m = Arc::clone(&self.metrics);
+        let m = Arc::clone(&self.of_model);
         let (choice, timings) = match event {
             Event::Prompt { .. } | Event::Pooled { .. } => return,
             Event::Token { choice, timings, .. } | Event::Finished { choice, timings, .. } => {
@@ -157,7 +185,7 @@ impl Followed {
             Event::Failed(error) => {
                 match error {
                     EngineError::SlowReader => {
-                        count(&m.slow_readers, 1);
+                        count(&self.metrics.slow_readers, 1);
                         self.end_all("abort");
                     }
                     EngineError::Lost(_)
@@ -166,7 +194,7 @@ impl Followed {
                     | EngineError::LostTwice(_)
                     | EngineError::Coprocessor(_)
                     | EngineError::ShuttingDown => {
-                        *locked(&m.last_error) = Some((unix_time_s(), error.to_string()));
+                        *locked(&self.metrics.last_error) = Some((unix_time_s(), error.to_string()));
                         self.end_all("error");
                     }
                 }
@@ -194,7 +222,7 @@ impl Followed {
     }
 
     pub fn ended(&mut self, choice: usize, reason: Reason, timings: &Timings) {
-        let m = &self.metrics;
+        let m = &self.of_model;
         self.answers[choice].ended = true;
         *locked(&m.finished).entry(reason.name()).or_default() += 1;
         if timings.predicted_n > 0 {
@@ -207,7 +235,7 @@ impl Followed {
     pub fn end_all(&mut self, reason: &'static str) {
         for answer in self.answers.iter_mut().filter(|answer| !answer.ended) {
             answer.ended = true;
-            *locked(&self.metrics.finished).entry(reason).or_default() += 1;
+            *locked(&self.of_model.finished).entry(reason).or_default() += 1;
         }
     }
 }

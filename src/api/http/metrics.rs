@@ -20,7 +20,7 @@ use axum::extract::State;
 use axum::http::header;
 use axum::response::{IntoResponse, Response};
 
-use crate::api::http::counters::{Histogram, locked};
+use crate::api::http::counters::{Histogram, ModelMetrics, locked};
 use crate::api::openapi::AuthErrors;
 use crate::api::server::Server;
 use crate::device::{DeviceState, HeapReport, Metric};
@@ -67,8 +67,8 @@ impl<'a> Exposition<'a> {
         self
     }
 
-    fn histogram(&mut self, name: &'static str, help: &str, histogram: &Histogram) {
-        self.family(name, "histogram", help);
+    /// The samples of a histogram, of the present family and model.
+    fn histogram(&mut self, histogram: &Histogram) {
         let mut sum = 0;
         let bounds = histogram.bounds.iter().map(f64::to_string).chain(["+Inf".into()]);
         for (bound, n) in bounds.zip(&histogram.counts) {
@@ -141,18 +141,6 @@ fn exposition(server: &Server) -> String {
         out.sample(&[("endpoint", route), ("status", &status.to_string())], n);
     }
     out.family(
-        "unicorn_requests_total",
-        "counter",
-        "Requests taken, by class and by task of a chat program.",
-    );
-    for (purpose, n) in &*locked(&m.taken) {
-        out.sample(&[("class", purpose.class()), ("task", purpose.task)], n);
-    }
-    out.family("unicorn_request_success_total", "counter", "Answers that ended, by reason.");
-    for (reason, n) in &*locked(&m.finished) {
-        out.sample(&[("finished_reason", reason)], n);
-    }
-    out.family(
         "unicorn_request_refusals_total",
         "counter",
         "Requests that were refused, by the error's code.",
@@ -160,30 +148,15 @@ fn exposition(server: &Server) -> String {
     for (code, n) in &*locked(&m.refused) {
         out.sample(&[("reason", code)], n);
     }
-    let [prompt, cached, generated] = m.tokens();
     families! { out:
         counter "unicorn_slow_readers_total" =
             m.slow_readers.load(Ordering::Relaxed) + server.connections.unread(),
             "Requests given up, since their clients did not read.";
-        counter "unicorn_prompt_tokens_total" = prompt, "Tokens of prompts.";
-        counter "unicorn_generation_tokens_total" = generated, "Tokens generated.";
-        counter "unicorn_prefix_cache_queries_total" = prompt, "Tokens looked for in the prefix cache.";
-        counter "unicorn_prefix_cache_hits_total" = cached, "Tokens found in the prefix cache.";
     }
-    for (name, help, histogram) in [
-        (
-            "unicorn_time_to_first_token_seconds",
-            "From a request's arrival to the first token.",
-            &m.to_first_token,
-        ),
-        ("unicorn_inter_token_latency_seconds", "Between two tokens of an answer.", &m.between_tokens),
-        ("unicorn_request_queue_time_seconds", "From submission to the first step.", &m.queued),
-        ("unicorn_request_prefill_time_seconds", "From the first step to the first token.", &m.prefilled),
-        ("unicorn_request_decode_time_seconds", "From the first token to the last.", &m.decoded),
-        ("unicorn_e2e_request_latency_seconds", "From a request's arrival to the last token.", &m.answered),
-    ] {
-        out.histogram(name, help, histogram);
-    }
+    // The only model of a server has samples before its first request.
+    let of_model = |id| if alone.is_some() { Some(m.of_model(id)) } else { m.of_used_model(id) };
+    let requests = models.iter().filter_map(|(_, model)| Some((model.id(), of_model(model.id())?)));
+    of_requests(&mut out, &requests.collect::<Vec<_>>());
     let engines = models.iter().filter_map(|(index, model)| {
         let service = model.service()?;
         let mut stats = service.engine().stats();
@@ -200,6 +173,54 @@ fn exposition(server: &Server) -> String {
     });
     of_devices(&mut out, server, &reports.collect::<Vec<_>>());
     out.text
+}
+
+fn of_requests<'a>(out: &mut Exposition<'a>, models: &[(&'a str, Arc<ModelMetrics>)]) {
+    if models.is_empty() {
+        return;
+    }
+    out.family(
+        "unicorn_requests_total",
+        "counter",
+        "Requests taken, by class and by task of a chat program.",
+    );
+    for (model, m) in models {
+        for (purpose, n) in &*locked(&m.taken) {
+            out.of(model).sample(&[("class", purpose.class()), ("task", purpose.task)], n);
+        }
+    }
+    out.family("unicorn_request_success_total", "counter", "Answers that ended, by reason.");
+    for (model, m) in models {
+        for (reason, n) in &*locked(&m.finished) {
+            out.of(model).sample(&[("finished_reason", reason)], n);
+        }
+    }
+    let tokens: Vec<_> = models.iter().map(|(model, m)| (*model, m.tokens())).collect();
+    families! { out, &tokens, tokens =>
+        counter "unicorn_prompt_tokens_total" = tokens[0], "Tokens of prompts.";
+        counter "unicorn_generation_tokens_total" = tokens[2], "Tokens generated.";
+        counter "unicorn_prefix_cache_queries_total" = tokens[0], "Tokens looked for in the prefix cache.";
+        counter "unicorn_prefix_cache_hits_total" = tokens[1], "Tokens found in the prefix cache.";
+    }
+    type Of = fn(&ModelMetrics) -> &Histogram;
+    let histograms: [(_, _, Of); 6] = [
+        ("unicorn_time_to_first_token_seconds", "From a request's arrival to the first token.", |m| {
+            &m.to_first_token
+        }),
+        ("unicorn_inter_token_latency_seconds", "Between two tokens of an answer.", |m| &m.between_tokens),
+        ("unicorn_request_queue_time_seconds", "From submission to the first step.", |m| &m.queued),
+        ("unicorn_request_prefill_time_seconds", "From the first step to the first token.", |m| &m.prefilled),
+        ("unicorn_request_decode_time_seconds", "From the first token to the last.", |m| &m.decoded),
+        ("unicorn_e2e_request_latency_seconds", "From a request's arrival to the last token.", |m| {
+            &m.answered
+        }),
+    ];
+    for (name, help, histogram) in histograms {
+        out.family(name, "histogram", help);
+        for (model, m) in models {
+            out.of(model).histogram(histogram(m));
+        }
+    }
 }
 
 fn of_engines<'a>(out: &mut Exposition<'a>, engines: &[(&'a str, (Arc<Service>, Stats))]) {
