@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex, MutexGuard, Weak};
 use std::time::{Duration, Instant};
 
 use super::loading::Loading;
-use super::message::{Load, Question, Refusal, Task};
+use super::message::{Load, Measure, Question, Refusal, Task};
 use super::report::{DeviceReport, DeviceState, NpuReport};
 use super::{Channel, serve};
 use crate::checkpoint::{HeldNames, ModelFiles};
@@ -64,9 +64,13 @@ pub fn run(
         let is_news =
             |(before, at): (Loading, Instant)| !before.is_same_step(doing) || at.elapsed() >= REPORT_EVERY;
         if reported.is_none_or(is_news) {
+            let begins = reported.is_none_or(|(before, _)| !before.is_same_step(doing));
             reported = Some((doing, Instant::now()));
             // An error means that the server has ended. Then this process ends soon, too.
             let _ = channel.send(&Load::Doing(doing));
+            if begins && doing == Loading::Tuning {
+                let _ = channel.receive::<Measure>();
+            }
         }
     };
     let LoadedModel { mut runner, device, report, npu } = match load(task, &mut report) {

@@ -1,14 +1,15 @@
 //! Starts the device process of a server, starts it again after a loss, and queries the state of the device from it.
 
+use std::any::Any;
 use std::fs::File;
 use std::io;
 use std::process::Command;
 use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex, MutexGuard};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use super::loading::{LoadLog, Loading};
-use super::message::{Load, Question, Refusal, Task};
+use super::message::{Load, Measure, Question, Refusal, Task};
 use super::report::{DeviceReport, DeviceState, NpuReport};
 use super::{Channel, Connection, ConnectionError, DeviceProcess};
 use crate::checkpoint::{CheckpointError, HeldNames, ModelFiles};
@@ -43,6 +44,10 @@ impl From<ConnectionError> for StartError {
     }
 }
 
+/// Waits until no other model computes, and keeps it so until the value is dropped. `None` = the flag was set, which cancels
+/// the load.
+pub type Exclusive = Box<dyn Fn(&AtomicBool) -> Option<Box<dyn Any>> + Send>;
+
 /// Starts device processes for one model, whose files it keeps open.
 pub struct DeviceFactory {
     options: String,
@@ -53,6 +58,8 @@ pub struct DeviceFactory {
     /// How long a load may make no progress.
     patience: Duration,
     observer: Observer,
+    /// `None` = there are no other models.
+    exclusive: Option<Exclusive>,
     /// The state of the NPU at the first load. Later loads use the NPU in the same way.
     npu: Option<NpuReport>,
 }
@@ -76,8 +83,15 @@ impl DeviceFactory {
                 .hang_timeout_s
                 .map_or(LOAD_STALL, |s| LOAD_STALL.max(Duration::from_secs(s as u64))),
             observer,
+            exclusive: None,
             npu: None,
         })
+    }
+
+    /// Each load measures the device only while no other model computes.
+    #[must_use]
+    pub fn with_exclusive(self, exclusive: Exclusive) -> Self {
+        Self { exclusive: Some(exclusive), ..self }
     }
 
     /// Starts a process that loads the model.
@@ -100,7 +114,7 @@ impl DeviceFactory {
         }
         let (observer, socket) = Channel::new().map_err(StartError::Channel)?;
         connection.send_files(&[socket])?;
-        let loaded = self.loaded(&mut connection);
+        let loaded = self.loaded(&mut connection, cancelled);
         self.observer.set_loading(None);
         let loaded = loaded?;
         self.npu = self.npu.take().or_else(|| loaded.npu.clone());
@@ -110,12 +124,27 @@ impl DeviceFactory {
     }
 
     /// Waits until the model is loaded, as long as the load makes progress.
-    fn loaded(&self, connection: &mut Connection) -> Result<DeviceReport, StartError> {
+    fn loaded(
+        &self,
+        connection: &mut Connection,
+        cancelled: &AtomicBool,
+    ) -> Result<DeviceReport, StartError> {
         let mut log = LoadLog::begin();
+        // Held while the child measures.
+        let mut alone = None;
         loop {
             self.observer.set_loading(Some(log.doing()));
             match connection.receive_meanwhile(self.patience, || log.log_if_due()) {
-                Ok(Load::Doing(doing)) => log.take(doing),
+                Ok(Load::Doing(doing)) => {
+                    let begins = !doing.is_same_step(log.doing());
+                    log.take(doing);
+                    if begins && doing == Loading::Tuning {
+                        alone = self.wait_until_alone(cancelled)?;
+                        connection.send(&Measure)?;
+                    } else if begins {
+                        drop(alone.take());
+                    }
+                }
                 Ok(Load::Done(loaded)) => return Ok(*loaded),
                 Ok(Load::Refused(refusal)) => return Err(StartError::Refused(refusal)),
                 Err(ConnectionError::Hung { seconds }) => {
@@ -124,6 +153,30 @@ impl DeviceFactory {
                 Err(error) => return Err(error.into()),
             }
         }
+    }
+
+    /// Waits until no other model computes, if there are others.
+    fn wait_until_alone(&self, cancelled: &AtomicBool) -> Result<Option<Alone>, StartError> {
+        let Some(exclusive) = &self.exclusive else { return Ok(None) };
+        match exclusive(cancelled) {
+            Some(guard) => Ok(Some(Alone { since: Instant::now(), _guard: guard })),
+            None => Err(ConnectionError::Cancelled.into()),
+        }
+    }
+}
+
+/// The time of one model alone on the device, until it is dropped.
+struct Alone {
+    since: Instant,
+    _guard: Box<dyn Any>,
+}
+
+impl Drop for Alone {
+    fn drop(&mut self) {
+        tracing::debug!(
+            "measured the device for {:.3} s while no other model computed",
+            self.since.elapsed().as_secs_f64()
+        );
     }
 }
 

@@ -27,13 +27,18 @@ pub(super) struct Task {
     pub npu: Option<NpuReport>,
 }
 
-/// The child's messages during a load. The last message is `Done` or `Refused`.
+/// The child's messages during a load. The last message is `Done` or `Refused`. After the first [`Loading::Tuning`] the
+/// child waits for a [`Measure`].
 #[derive(Serialize, Deserialize)]
 pub(super) enum Load {
     Doing(Loading),
     Done(Box<DeviceReport>),
     Refused(Refusal),
 }
+
+/// No other model computes now, so the child may measure the device, until its next message.
+#[derive(Serialize, Deserialize)]
+pub(super) struct Measure;
 
 /// Why the child did not load the model.
 #[derive(Debug, Serialize, Deserialize)]

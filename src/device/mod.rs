@@ -29,7 +29,7 @@ mod usage;
 pub use channel::Channel;
 pub use child::{LoadTask, LoadedModel, OnProgress, run};
 pub use connection::{Connection, ConnectionError};
-pub use factory::{DeviceFactory, Observer, StartError};
+pub use factory::{DeviceFactory, Exclusive, Observer, StartError};
 pub use loading::Loading;
 pub use message::Refusal;
 pub use process::DeviceProcess;

@@ -2,7 +2,8 @@
 //!
 //! Each engine computes its steps in its own device process. If their steps ran at the same time, each would take as long as
 //! both, and neither engine could predict its steps. So an engine takes the lease before it submits a step, and gives it
-//! back when no step is in flight. Engines get it in the order in which they asked.
+//! back when no step is in flight. Engines get it in the order in which they asked. A load takes it too, while it measures
+//! the device.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
@@ -23,11 +24,17 @@ pub struct Lease {
 struct Queue {
     numbers: VecDeque<u64>,
     next: u64,
+    /// The number of engines that have work.
+    working: usize,
 }
+
+/// An engine that has work, until this is dropped.
+#[derive(Debug)]
+pub(super) struct Working(Arc<Lease>);
 
 /// The right to compute, until it is dropped.
 #[derive(Debug)]
-pub(super) struct Turn {
+pub struct Turn {
     lease: Arc<Lease>,
     number: u64,
 }
@@ -42,8 +49,15 @@ impl Lease {
         !self.lock().numbers.is_empty()
     }
 
-    /// Waits for the device, until `must_end`. A step of another engine takes no longer than a device may hang.
-    pub(super) fn take(self: &Arc<Self>, must_end: impl Fn() -> bool) -> Option<Turn> {
+    /// Counts an engine that has work.
+    pub(super) fn begin(self: &Arc<Self>) -> Working {
+        self.lock().working += 1;
+        Working(Arc::clone(self))
+    }
+
+    /// Waits for the device, until `must_end`. `None` = it must end. A step of another engine takes no longer than a device
+    /// may hang.
+    pub fn take(self: &Arc<Self>, must_end: impl Fn() -> bool) -> Option<Turn> {
         let mut queue = self.lock();
         let number = queue.next;
         queue.next += 1;
@@ -61,10 +75,16 @@ impl Lease {
     }
 }
 
-impl Turn {
-    /// Whether another engine waits for the device.
-    pub(super) fn is_wanted(&self) -> bool {
-        self.lease.lock().numbers.len() > 1
+impl Working {
+    /// The number of other engines that have work.
+    pub fn others(&self) -> usize {
+        self.0.lock().working - 1
+    }
+}
+
+impl Drop for Working {
+    fn drop(&mut self) {
+        self.0.lock().working -= 1;
     }
 }
 
@@ -86,7 +106,7 @@ mod tests {
     fn turns_are_taken_one_at_a_time_in_order() {
         let lease = Arc::new(Lease::default());
         let first = lease.take(|| false).expect("it is free");
-        assert!(lease.is_taken() && !first.is_wanted());
+        assert!(lease.is_taken());
         let (done, order) = mpsc::channel();
         let mut threads = Vec::new();
         for i in 0..3 {
@@ -100,7 +120,6 @@ mod tests {
                 thread::yield_now();
             }
         }
-        assert!(first.is_wanted());
         assert!(order.try_recv().is_err(), "the first has not given it back");
         // One that must end leaves the queue.
         assert!(lease.take(|| true).is_none());
@@ -108,5 +127,14 @@ mod tests {
         assert_eq!(order.iter().take(3).collect::<Vec<_>>(), [0, 1, 2]);
         threads.into_iter().for_each(|thread| thread.join().expect("no panic"));
         assert!(!lease.is_taken());
+    }
+
+    #[test]
+    fn engines_with_work_are_counted() {
+        let lease = Arc::new(Lease::default());
+        let (first, second) = (lease.begin(), lease.begin());
+        assert_eq!((first.others(), second.others()), (1, 1));
+        drop(second);
+        assert_eq!(first.others(), 0);
     }
 }

@@ -57,7 +57,7 @@ pub use block_manager::{BlockManager, BlockTable, NoRoom, PoolUse};
 pub use energy::{Energy, EnergyCounter, Joules};
 pub use error::{EngineError, SubmitError};
 pub use handle::{Engine, EngineConfig, EngineHandle, TokenStream};
-pub use lease::Lease;
+pub use lease::{Lease, Turn};
 pub use mask::{Restriction, SharedMask, TokenMask};
 pub use pace::{Load, Pace};
 pub use request::{CacheSalt, ClientId, EVENTS, KeepAlive, MAX_QUEUE, Priority, Request};

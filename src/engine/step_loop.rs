@@ -11,7 +11,7 @@ use tokio::sync::mpsc as events;
 use super::answer::{Answer, Event, FinishReason};
 use super::energy::{EnergyCounter, Ledger};
 use super::error::EngineError;
-use super::lease::{Lease, Turn};
+use super::lease::{Lease, Turn, Working};
 use super::pace::Pace;
 use super::request::KeepAlive;
 use super::scheduler::{Output, Scheduler, SchedulerConfig, SequenceShare, Step};
@@ -63,6 +63,8 @@ pub(super) struct StepLoop {
     lease: Option<Arc<Lease>>,
     /// Held while steps are in flight.
     turn: Option<Turn>,
+    /// Held from the first step until the engine is idle.
+    working: Option<Working>,
     /// The time at which the last step ended. The device has worked on the next step since then.
     last_done: Instant,
     answers: HashMap<SequenceId, Answer>,
@@ -92,6 +94,7 @@ impl StepLoop {
             held: None,
             lease,
             turn: None,
+            working: None,
             last_done: Instant::now(),
             answers: HashMap::new(),
             messages,
@@ -146,7 +149,7 @@ impl StepLoop {
             return false; // the error is a result of the abort
         }
         self.in_flight.clear();
-        self.turn = None;
+        (self.turn, self.working) = (None, None);
         self.held = None;
         let is_coprocessor = matches!(error, RunnerError::Coprocessor(_));
         self.stats.losses += u64::from(!is_coprocessor);
@@ -264,6 +267,7 @@ impl StepLoop {
                 // If a request waits already, the span of energy continues.
                 let message = self.messages.try_recv().or_else(|_| {
                     self.ledger.end_span();
+                    self.working = None;
                     self.take_unload();
                     let idle_unload = self.runner.idle_unload();
                     let at = idle_unload.and_then(|time| self.last_done.checked_add(time));
@@ -374,8 +378,10 @@ impl StepLoop {
         }
         // With a bound, the submission of a second step would wait for its time slots and delay the results of the
         // first.
-        let is_wanted = self.turn.as_ref().is_some_and(Turn::is_wanted);
-        let most = if courtesy.is_bound() || is_wanted { 1 } else { self.shared.limits.max_in_flight };
+        let others = self.working.as_ref().map_or(0, Working::others);
+        let most = if courtesy.is_bound() || others > 0 { 1 } else { self.shared.limits.max_in_flight };
+        // A client of this engine may wait for a step of each other engine between two tokens, and the other way round.
+        self.scheduler.set_engines(1 + others);
         self.ledger.begin_span();
         while self.in_flight.len() < most {
             let step = match self.held.take() {
@@ -441,6 +447,7 @@ impl StepLoop {
     fn take_turn(&mut self) -> Duration {
         let Some(lease) = self.lease.as_ref().filter(|_| self.turn.is_none()) else { return Duration::ZERO };
         let began = Instant::now();
+        self.working.get_or_insert_with(|| lease.begin());
         if lease.is_taken() {
             // The energy until then is another engine's.
             self.ledger.end_span();
@@ -539,9 +546,9 @@ impl StepLoop {
                 submitted.answers.into_iter().for_each(|answer| answer.fail(error.clone()));
             }
         }
-        let Self { runner, messages, turn, .. } = self;
+        let Self { runner, messages, turn, working, .. } = self;
         // The other engines do not wait for the end of the runner.
-        drop(turn);
+        drop((turn, working));
         // Dropping the inbox fails the requests that arrived after the loop above, and refuses later ones, with the
         // same error.
         drop(messages);

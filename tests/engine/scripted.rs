@@ -12,8 +12,8 @@ use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use unicorn::engine::{
     CacheSalt, EVENTS, Energy, EnergyCounter, Engine, EngineConfig, EngineError, EngineHandle, Event,
-    FinishReason, Fork, Joules, Pace, Priority, Request, Restriction, Scheduler, SchedulerConfig, SharedMask,
-    SubmitError, TokenMask, draft,
+    FinishReason, Fork, Joules, Load, Pace, Priority, Request, Restriction, Scheduler, SchedulerConfig,
+    SharedMask, SubmitError, TokenMask, draft,
 };
 use unicorn::model::offload::LEAST_TOKENS;
 use unicorn::model::{Batch, Draw, Input, KvLimits, KvPool, Limits, Logprobs, Runner, SamplingParams};
@@ -760,6 +760,31 @@ fn the_computing_time_of_a_grammar_counts_for_its_client() {
         // A token takes 5 ms. Client 2 has used 43 tokens, and client 1 has used 13 tokens and the time of its mask.
         assert_eq!(order(Duration::from_millis(10), cancelled), [0, 1, 2, 3], "the mask counts as 20 tokens");
         assert_eq!(order(Duration::from_millis(20), cancelled), [0, 1, 3, 2], "the mask counts as 40 tokens");
+    }
+}
+
+/// A client of one engine waits for a step of each other engine between two tokens.
+#[test]
+fn engines_that_share_a_device_share_the_gap() {
+    let mut limits = fake_limits();
+    (limits.max_batch_tokens, limits.max_context) = (1000, 1000);
+    limits.kv = kv_with(1000, 1000);
+    let config = SchedulerConfig { gap: Duration::from_millis(100), ..SchedulerConfig::default() };
+    // A token takes a millisecond.
+    let mut pace = Pace::new();
+    for tokens in [100, 7, 300, 20, 900, 50] {
+        pace.observe(Load { tokens, keys: 0 }, Duration::from_millis(tokens as u64));
+    }
+    let tokens_of_a_step = |engines: usize| {
+        let mut scheduler = Scheduler::new(limits.clone(), config);
+        scheduler.set_engines(engines);
+        scheduler.add(plain_sequence(0, vec![1; 900], SamplingParams::GREEDY, 9));
+        scheduler.schedule(&pace).expect("a step").load.tokens
+    };
+    assert_eq!(tokens_of_a_step(1), 900, "no client waits");
+    for (engines, expected) in [(2, 50), (4, 25)] {
+        let tokens = tokens_of_a_step(engines);
+        assert!(tokens.abs_diff(expected) <= 2, "{tokens} of {expected}");
     }
 }
 

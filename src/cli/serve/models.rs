@@ -661,6 +661,12 @@ impl ModelLoader {
         let vocab_size = texts.tokenizer.vocab_size();
         let mut factory =
             DeviceFactory::new(config, files, draft_files.as_ref(), vocab_size, observer.clone())?;
+        if let Some(lease) = self.lease.clone() {
+            factory = factory.with_exclusive(Box::new(move |cancelled| {
+                let turn = lease.take(|| cancelled.load(Ordering::Acquire))?;
+                Some(Box::new(turn))
+            }));
+        }
         let (runner, device) = factory.load(cancelled)?;
         let meter = Meter::open(machine, &device.place);
         match &meter {

@@ -52,8 +52,8 @@ use crate::model::Limits;
 
 #[derive(Debug, Clone, Copy)]
 pub struct SchedulerConfig {
-    /// Maximum duration of a step with prefill for which others wait: a step with decodes, or a step of background
-    /// sequences.
+    /// Maximum duration of a step with prefill for which others wait: a step with decodes, a step of background
+    /// sequences, or any step while other engines compute on the same device, which share this time.
     pub gap: Duration,
     /// A sequence that got no tokens for more than this many steps is first in line, regardless of its priority and
     /// client.
@@ -98,6 +98,8 @@ pub struct Scheduler {
     /// Counts calls of [`Scheduler::schedule`]: the scheduler's clock.
     steps: u64,
     preemptions: u64,
+    /// The number of engines that take turns on the device.
+    engines: u32,
     /// The runner's attention path. When a sequence starts, it becomes a part of the salt of its blocks.
     attention_path: u32,
     /// Whether there may be a suspect (see `replay`). All other sequences wait for suspects.
@@ -135,11 +137,17 @@ impl Scheduler {
             arrivals: 0,
             steps: 0,
             preemptions: 0,
+            engines: 1,
             attention_path: 0,
             has_suspects: false,
             drafts: DraftTotals::default(),
             drafting: Duration::ZERO,
         }
+    }
+
+    /// Sets the number of engines that take turns on the device, with this one. Each gets its share of the gap.
+    pub fn set_engines(&mut self, engines: usize) {
+        self.engines = u32::try_from(engines).expect("few engines").max(1);
     }
 
     /// Sets the attention path. Sequences that start from now on find only blocks of this path in the prefix cache.

@@ -26,7 +26,8 @@ impl Scheduler {
         self.steps += 1;
         self.promote_overdue();
         let class = self.class();
-        let keeps_gap = class == Priority::Background || self.decoding(class).next().is_some();
+        let keeps_gap =
+            class == Priority::Background || self.engines > 1 || self.decoding(class).next().is_some();
         let mut step = PendingStep::new(&self.limits, keeps_gap);
         for decodes in [true, false] {
             for id in self.runnable(class, decodes) {
@@ -107,7 +108,7 @@ impl Scheduler {
             return wanted;
         }
         let least = if step.prefills { 0 } else { MIN_PREFILL_TOKENS };
-        let gap = self.config.gap.saturating_sub(self.drafting);
+        let gap = (self.config.gap / self.engines).saturating_sub(self.drafting);
         pace.room(step.step.load, start, wanted, least, gap)
     }
 

@@ -112,8 +112,8 @@ pub(super) struct PendingStep {
     pub(super) draws: usize,
     /// How many more ids of histories the step may have.
     pub(super) history: usize,
-    /// Whether the step must stay within the gap: a client waits for an id of the step, or an interactive request may
-    /// arrive while the step runs.
+    /// Whether the step must stay within the gap: a client waits for an id of the step, or for another engine, or an
+    /// interactive request may arrive while the step runs.
     pub(super) keeps_gap: bool,
     /// Whether the step has a chunk of a prompt.
     pub(super) prefills: bool,
