@@ -199,7 +199,8 @@ void main() {
     own.workgroup_row = row_tile * TILE_ROWS + own.row;
     own.column = invocation / 2;
     own.half_index = invocation % 2;
-    const uint token = x_row(min(first_token + own.column, x_stride - 1));
+    const uint column = first_token + own.column;
+    const uint token = GROUPED == GATHERED ? x_row(column) : min(column, x_stride - 1);
     // The masks let the compiler know that offsets of these elements have 32 bits.
     own.activations_at = token * 2 + own.half_index & MOST_ELEMENTS;
     own.scale_at = token & MOST_ELEMENTS;

@@ -568,12 +568,34 @@ pub(crate) fn taking(tiles: &'static [Tile], tokens: usize) -> Tile {
     steps.find(|(most, _)| *most >= tokens).expect("the last tile has no bound").1
 }
 
-/// The tile of the products of experts in a step of `tokens` tokens: the smallest one that holds the pairs of an expert,
-/// if all experts in use had as many.
-pub(crate) fn expert_tile(tiles: Tiles, experts: &Experts, tokens: usize) -> Tile {
+/// The tiles of the products of experts, in ascending order. Subgroups multiply more pairs than lanes compute in one pass,
+/// if they do so in plain products of as many tokens. All matrices of experts have the same tiles, so `are_int8` is false if
+/// one of them is multiplied with f32 activations.
+fn expert_tiles(tiles: Tiles, are_int8: bool) -> Vec<Tile> {
+    match tiles {
+        Tiles::Gpu(gpu) if are_int8 => {
+            let is_used =
+                |tile: &&Tile| tile.columns <= LANE_COLUMNS || expert_way(gpu, **tile) != Way::COUNTED;
+            WITH_SUBGROUPS.iter().filter(is_used).copied().collect()
+        }
+        _ => tiles.floats().to_vec(),
+    }
+}
+
+/// The way of the products of experts with this tile: that of plain products, if it has such tiles.
+fn expert_way(gpu: GpuTiles, tile: Tile) -> Way {
+    let (_, way) = gpu.taking(ProductKind::Plain, tile.columns as usize);
+    match (way, tile.columns <= LANE_COLUMNS) {
+        (Way::Lanes { .. }, true) | (Way::Subgroups(_), false) => way,
+        _ => Way::COUNTED,
+    }
+}
+
+/// The one of `tiles` for the products of experts in a step of `tokens` tokens: the smallest one that holds the pairs of an
+/// expert, if all experts in use had as many.
+pub(crate) fn expert_tile(tiles: &[Tile], experts: &Experts, tokens: usize) -> Tile {
     let pairs = experts.pairs(tokens) as f64 / experts.expected(tokens);
-    let all = tiles.floats();
-    *all.iter().find(|tile| f64::from(tile.columns) >= pairs).unwrap_or(&all[all.len() - 1])
+    *tiles.iter().find(|tile| f64::from(tile.columns) >= pairs).unwrap_or(&tiles[tiles.len() - 1])
 }
 
 /// A kernel of products.
@@ -609,7 +631,9 @@ pub(super) struct Products {
     /// How products are divided in fact.
     pub tiles: Tiles,
     by_scheme: Vec<(Scheme, OfScheme)>,
-    /// The kernels of products of experts, for each of the tiles of f32 products.
+    /// [`expert_tiles`]
+    expert_tiles: Vec<Tile>,
+    /// The kernels of products of experts, for each of these tiles.
     experts: Vec<(Scheme, Vec<ExpertKernel>)>,
 }
 
@@ -648,7 +672,10 @@ impl Products {
         tiles: Tiles,
         precision: Precision,
     ) -> Result<Products, GpuError> {
-        let mut products = Products { precision, tiles, by_scheme: Vec::new(), experts: Vec::new() };
+        let expert_tiles =
+            expert_tiles(tiles, matrices.experts.iter().all(|scheme| precision.quantizes(*scheme)));
+        let mut products =
+            Products { precision, tiles, by_scheme: Vec::new(), expert_tiles, experts: Vec::new() };
         for scheme in matrices.products.iter().chain(&matrices.head) {
             if products.find(*scheme).is_some() {
                 continue;
@@ -702,21 +729,21 @@ impl Products {
             let activation = matrices.layers.activation;
             let of_tile =
                 |tile: &Tile| ExpertKernel::new(device, *scheme, tiles, precision, *tile, activation);
-            let kernels = tiles.floats().iter().map(of_tile).collect::<Result<_, _>>()?;
+            let kernels = products.expert_tiles.iter().map(of_tile).collect::<Result<_, _>>()?;
             products.experts.push((*scheme, kernels));
         }
         Ok(products)
     }
 
     pub fn expert_tile(&self, experts: &Experts, tokens: usize) -> Tile {
-        expert_tile(self.tiles, experts, tokens)
+        expert_tile(&self.expert_tiles, experts, tokens)
     }
 
     fn expert_kernel(&self, scheme: Scheme, tile: Tile) -> &ExpertKernel {
         let found = self.experts.iter().find(|(other, _)| self.is_same(*other, scheme));
         let (_, kernels) = found.unwrap_or_else(|| panic!("no kernels of experts were made for {scheme}"));
-        let index = self.tiles.floats().iter().position(|other| *other == tile);
-        &kernels[index.expect("a tile of f32 products")]
+        let index = self.expert_tiles.iter().position(|other| *other == tile);
+        &kernels[index.expect("a tile of experts")]
     }
 
     /// Records the products of experts with one of their matrices: `y[p] = W[expert of p] x[row of p]` for each pair `p`.
@@ -1058,17 +1085,17 @@ impl ExpertKernel {
                 }
                 (true, Tiles::Gpu(gpu)) => {
                     let (shader, group) = fast_shader_of(scheme);
-                    // Lanes compute the products of experts, which have few tokens each.
-                    let way = match gpu.taking(ProductKind::Plain, tile.columns as usize) {
-                        (_, way @ Way::Lanes { .. }) => way,
-                        _ => Way::COUNTED,
-                    };
-                    way.pipeline_of(shader, group, tile, gated, grouped)
+                    expert_way(gpu, tile).pipeline_of(shader, group, tile, gated, grouped)
                 }
             };
             device.pipeline(shader, &constants)
         };
-        let is_fused = precision.quantizes(scheme) && matches!(tiles, Tiles::Gpu(_));
+        let is_fused = match tiles {
+            Tiles::Gpu(gpu) if precision.quantizes(scheme) => {
+                matches!(expert_way(gpu, tile), Way::Lanes { .. })
+            }
+            _ => false,
+        };
         Ok(ExpertKernel {
             gathered: one(GATHERED, None)?,
             in_order: one(IN_ORDER, None)?,

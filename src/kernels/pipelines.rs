@@ -85,7 +85,11 @@ pub fn all_pipelines(layers: LayerKind, group: u32, head_dim: u32) -> Vec<(&'sta
             ["COLUMNS", "HALVES", "SCALE_BLOCKS", ..] => {
                 let Some(lanes) = shader.name.strip_suffix("_in_tiles") else { return vec![] };
                 let way = Way::Subgroups(SubgroupTile::RDNA3);
-                of_int8(shader_named(lanes), way, way.tiles(), &[(None, 0)])
+                let grouped: &[_] =
+                    if of_experts.is_empty() { &[] } else { &[(None, IN_ORDER), (None, GATHERED)] };
+                let mut all = of_int8(shader_named(lanes), way, way.tiles(), &[(None, 0)]);
+                all.extend(of_int8(shader_named(lanes), way, way.tiles(), grouped));
+                all
             }
             ["GROUP", "HEAD_DIM", "ROWS"] => {
                 vec![attention_constants(shader, group as usize, head_dim as usize)]

@@ -154,7 +154,7 @@ pub fn experts(
     tokens: usize,
     (gated, grouped): (Option<HiddenAct>, u32),
 ) -> Dispatch {
-    let tile = expert_tile(Tiles::COUNTED, experts, tokens);
+    let tile = expert_tile(Tiles::COUNTED.floats(), experts, tokens);
     let items = experts.expected_items(tokens, tile.columns as usize);
     let workgroups = (items * f64::from(tile.parts(rows))).round() as usize;
     let pairs = experts.pairs(tokens);

@@ -55,7 +55,7 @@ impl Trial {
         let of = |kind, (spec, scheme): (&TensorSpec, Scheme)| (kind, scheme, [spec.rows(), spec.cols()]);
         let mut all = vec![of(ProductKind::Head, (config.head(), schemes.head()))];
         for (specs, schemes) in config.tensors.layers.iter().zip(&schemes.layers) {
-            // Lanes compute the products of experts, in the way that was counted.
+            // The products of experts are computed in the way of plain products.
             let Projections { q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj, .. } =
                 specs.projections.as_ref().zip(*schemes);
             let pair = match (gate_proj, up_proj) {

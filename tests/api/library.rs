@@ -415,6 +415,26 @@ async fn waiting_requests_are_bounded_and_failed_loads_are_not_repeated_at_once(
     assert_eq!(text(&app.router, "b", "b").await, "bee");
 }
 
+/// A load may measure the device, so that a probe of another model would have to wait.
+#[tokio::test(flavor = "multi_thread")]
+async fn health_needs_no_probe_while_a_model_is_loaded() {
+    const STALE: Duration = Duration::from_millis(5100);
+    let app = app(&[("ant", HALF), ("bee", HALF)], TURNS, &[]);
+    assert_eq!(text(&app.router, "a", "a").await, "ant");
+    let control = app.models[0].control();
+    control.hold_probes(true);
+    tokio::time::sleep(STALE).await;
+    app.models[1].load_ms.store(3000, Ordering::SeqCst);
+    let router = app.router.clone();
+    let asked = tokio::spawn(async move { text(&router, "b", "b").await });
+    until("the load begins", || app.models[1].loads.load(Ordering::SeqCst) > 0).await;
+    let (status, _, health) = send_json(&app.router, get("/health")).await;
+    assert!(status == 200 && health["status"] == "ok", "{status} {health}");
+    assert_eq!(control.probes(), 0);
+    control.hold_probes(false);
+    assert_eq!(asked.await.expect("no panic"), "bee");
+}
+
 /// Sixteen clients, each with its own order of models, on memory for two of five.
 #[tokio::test(flavor = "multi_thread")]
 async fn many_clients_of_many_models_get_the_right_answers_within_the_memory() {

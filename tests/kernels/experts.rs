@@ -10,7 +10,9 @@ use unicorn::kernels::{
 };
 use unicorn::tensor::{Precision, Scheme};
 
-use crate::support::kernel_bench::{BODIES, Bench, Fma, Stored, fma_of, schemes_of_large_kernels};
+use crate::support::kernel_bench::{
+    BODIES, Bench, Fma, Stored, emulated_tiles, fma_of, schemes_of_large_kernels,
+};
 use crate::support::{in_turn, reference};
 
 const EPS: f32 = 1e-6;
@@ -251,6 +253,7 @@ fn experts_compute_the_bits_of_dense_networks() {
             (Tiles::COUNTED, Precision::Fast),
             (Tiles::Cpu, Precision::Fast),
             (BODIES[index % 2], Precision::F32),
+            (emulated_tiles(index), Precision::Fast),
         ];
         for &(tiles, precision) in in_turn(&ways, index) {
             let experts = experts(6, 3);
@@ -268,7 +271,9 @@ fn experts_compute_the_bits_of_dense_networks() {
                 })
                 .collect();
             let is_fast = precision == Precision::Fast;
-            for tokens in [1, 2, 40] {
+            // Subgroups multiply more than 32 pairs of an expert, in tiles of 64 and of 128.
+            let by_subgroups = matches!(tiles, Tiles::Gpu(gpu) if gpu.has_subgroups());
+            for tokens in if by_subgroups { [2, 70, 140] } else { [1, 2, 40] } {
                 let x = b.random(tokens * hidden, 1.0);
                 let (floats, blocks) = (b.activations(&x, hidden), b.quantized(tokens, hidden));
                 b.run(|k, r| k.quantize(r, &floats, &blocks, tokens));

@@ -54,12 +54,12 @@ impl Health {
             };
         }
         let engines: Vec<_> = models.iter().filter_map(|(_, model)| Some((model, model.engine()?))).collect();
-        // The models share the device, so any of them proves it. An idle engine is not probed while another one computes:
-        // its probe would wait for that.
+        // The models share the device, so any of them proves it. An idle engine is not probed while another one computes, or
+        // while a load may measure the device: its probe would wait for that.
         let is_busy = |engine: &EngineHandle| matches!(engine.signs().work, Some((DeviceTask::Step, _)));
         let is_proven =
             engines.iter().any(|(_, engine)| engine.signs().last.is_some_and(|at| at.elapsed() < FRESH));
-        let any_busy = engines.iter().any(|(_, engine)| is_busy(engine));
+        let any_busy = server.library().is_swapping() || engines.iter().any(|(_, engine)| is_busy(engine));
         let mut all = Vec::new();
         for (model, engine) in engines {
             all.push(match is_busy(&engine) || !is_proven && !any_busy {
