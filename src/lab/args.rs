@@ -79,9 +79,10 @@ pub struct Isa {
     /// Print one JSON object
     #[arg(long)]
     pub json: bool,
-    /// Compile on the device that the environment selects, and print the result. The command runs itself with this flag
-    #[arg(long, hide = true)]
-    pub compile: bool,
+    /// Compile a part of the kernels on the device that the environment selects, and print the result. The command runs itself
+    /// with this option
+    #[arg(long, value_name = "PART", hide = true)]
+    pub compile: Option<usize>,
     #[command(flatten)]
     pub quantize: QuantizeOption,
     #[command(flatten)]

@@ -41,8 +41,9 @@ const WITH_MESA26: &str = "tools/with_mesa26.sh";
 
 pub fn isa(config: &Config, args: &args::Isa) -> Result<(), Error> {
     let shapes = if args.shape.is_empty() { arch::shapes().collect() } else { args.shape.clone() };
-    if args.compile {
-        let compilation = judge::compile(&args.device, &shapes)?;
+    if let Some(part) = args.compile {
+        let compilation = judge::compile(&args.device, &shapes, part)?
+            .ok_or_else(|| Error::Argument(format!("--compile {part}: there is no such part")))?;
         return print(&serde_json::to_string(&compilation).expect("texts and numbers"));
     }
     let chip = Chip::named(&args.device).map_err(Error::Argument)?;
@@ -89,8 +90,12 @@ fn judges(chip: &Chip, shapes: &[Shape]) -> Result<(Vec<Judge>, Option<String>),
         failed("the AMD driver's radeon_icd*.json is in none of the loader's folders; install mesa-vulkan-drivers (`make setup`)".into())
     })?;
     let itself = std::env::current_exe().map_err(|e| failed(format!("this program is not found: {e}")))?;
-    let mut command = Command::new(&itself);
-    command.env("VK_DRIVER_FILES", &icd).env("VK_ICD_FILENAMES", &icd).env("RADV_FORCE_FAMILY", chip.name);
+    let command = || {
+        let mut command = Command::new(&itself);
+        command.env("VK_DRIVER_FILES", &icd).env("VK_ICD_FILENAMES", &icd);
+        command.env("RADV_FORCE_FAMILY", chip.name);
+        command
+    };
     let mut judges = vec![run(null_device, command, chip.name, shapes)?];
 
     let shim = "RADV 26 over a shim";
@@ -99,8 +104,11 @@ fn judges(chip: &Chip, shapes: &[Shape]) -> Result<(Vec<Judge>, Option<String>),
         Some(id) => match without_mesa26() {
             Some(reason) => Some(format!("{shim}: {reason}")),
             None => {
-                let mut command = Command::new(WITH_MESA26);
-                command.env("MESA26_DEVICE", id).arg(&itself);
+                let command = || {
+                    let mut command = Command::new(WITH_MESA26);
+                    command.env("MESA26_DEVICE", id).arg(&itself);
+                    command
+                };
                 judges.push(run(shim, command, id, shapes)?);
                 None
             }
@@ -121,12 +129,35 @@ fn without_mesa26() -> Option<String> {
     }
 }
 
-/// Starts this program again to compile on a device. `command` has everything except the arguments for that.
-fn run(compiler: &'static str, mut command: Command, device: &str, shapes: &[Shape]) -> Result<Judge, Error> {
+/// Starts this program again to compile on a device, once for each part of the pipelines. `command` makes a command with
+/// everything except the arguments for that.
+fn run(
+    compiler: &'static str,
+    command: impl Fn() -> Command,
+    device: &str,
+    shapes: &[Shape],
+) -> Result<Judge, Error> {
+    let failed = |problem: String| Error::Tool { tool: compiler.into(), problem };
+    let part = |part: usize| compile_part(compiler, command(), device, shapes, part);
+    let mut all = part(0)?;
+    for next in 1..judge::parts(shapes) {
+        all.add(part(next)?);
+    }
+    Judge::read(compiler, all, shapes).map_err(|e| failed(e.to_string()))
+}
+
+fn compile_part(
+    compiler: &'static str,
+    mut command: Command,
+    device: &str,
+    shapes: &[Shape],
+    part: usize,
+) -> Result<Compilation, Error> {
     let names: Vec<&str> = shapes.iter().map(|shape| shape.name).collect();
     let failed = |problem: String| Error::Tool { tool: compiler.into(), problem };
     command
-        .args(["isa", "--compile", "--device", &device.to_uppercase(), "--shape", &names.join(",")])
+        .args(["isa", "--device", &device.to_uppercase(), "--shape", &names.join(",")])
+        .args(["--compile", &part.to_string()])
         // Cached shaders were compiled without statistics.
         .env("MESA_SHADER_CACHE_DISABLE", "true")
         .stdin(Stdio::null())
@@ -156,9 +187,7 @@ fn run(compiler: &'static str, mut command: Command, device: &str, shapes: &[Sha
         return Err(failed(format!("{status}: {last}")));
     }
     let text = text.map_err(|e| failed(format!("its output cannot be read: {e}")))?;
-    let compilation: Compilation = serde_json::from_slice(&text)
-        .map_err(|e| failed(format!("its output is not what is expected: {e}")))?;
-    Judge::read(compiler, compilation, shapes).map_err(|e| failed(e.to_string()))
+    serde_json::from_slice(&text).map_err(|e| failed(format!("its output is not what is expected: {e}")))
 }
 
 fn write_assembly(folder: &Path, judges: &[Judge]) -> Result<(), Error> {

@@ -87,8 +87,9 @@ const SCALAR: [(&str, u64, u64, [[u64; 6]; 2]); 3] = [
     // The scales are loaded one by one, because these weights need no sums.
     ("fast_matmul_int8_row", 0, 1, [[49, 50, 52, 61, 72, 134], [2, 3, 6, 12, 24, 48]]),
 ];
-/// The sizes whose kernels are compiled: those of the headline's family.
-const SHAPES: &str = "gemma-3-270m,gemma-3-1b,gemma-3-4b,gemma-3-12b,gemma-3-27b,gemma-4-12b,gemma-4-31b";
+/// The sizes whose kernels are compiled: those of the headline's family. The last one is a mixture of experts.
+const SHAPES: &str =
+    "gemma-3-270m,gemma-3-1b,gemma-3-4b,gemma-3-12b,gemma-3-27b,gemma-4-12b,gemma-4-31b,gemma-4-26b-a4b";
 /// Tolerance for additional instructions of another compiler release.
 const MARGIN: f64 = 1.02;
 
@@ -102,9 +103,11 @@ fn quantizes(shader: &str) -> bool {
 /// a pipeline.
 fn bounds(name: &str) -> (u64, u64) {
     let (shader, constants) = name.split_once(' ').unwrap_or((name, ""));
-    // The last constant of a product is 0 unless it is one of experts.
-    let constants =
-        if shader.contains("matmul") { constants.strip_suffix("x0") } else { None }.unwrap_or(constants);
+    // The last constant of a product says whether it is one of experts, which have the same bounds.
+    let constants = match constants.rsplit_once('x') {
+        Some((others, _)) if shader.contains("matmul") => others,
+        _ => constants,
+    };
     let is_shifted = ["_affine", "_affine16", "_super", "_zero"].iter().any(|s| shader.ends_with(s));
     match (shader.split('_').next().expect("a name"), constants) {
         ("matmul", tile) if ["matmul_bf16", "matmul_f16", "matmul_f32"].contains(&shader) => match tile {
@@ -133,6 +136,8 @@ fn bounds(name: &str) -> (u64, u64) {
         ("logprobs", _) if shader == "logprobs_parts" => (16, 64),
         // Each lane has four logits with their masses, and four bins of 64 bits.
         ("sample", _) if !["sample_maxima", "sample_greedy"].contains(&shader) => (16, 64),
+        // Mesa 26 loads a column of many experts before it uses the first one.
+        ("route", _) => (16, 64),
         // The kernel keeps thirty-two chains in registers on purpose. No model step runs it.
         ("peak", _) => (16, 64),
         // Each lane has two sets of 64 f32 sums: for the current segment and for the segments before it.
@@ -202,7 +207,7 @@ fn number(value: &Value, field: &str) -> u64 {
 fn check_pipelines(compiler: &Value) {
     let pipelines = compiler["pipelines"].as_array().expect("a list");
     println!("{}, {}", compiler["device"], compiler["driver"]);
-    let (mut products, mut tiles, mut scalar) = (0, 0, 0);
+    let (mut products, mut of_experts, mut tiles, mut scalar) = (0, 0, 0, 0);
     for pipeline in pipelines {
         let name = pipeline["name"].as_str().expect("a name");
         let number = |field: &str| number(pipeline, field);
@@ -221,6 +226,11 @@ fn check_pipelines(compiler: &Value) {
         let Some((variant, _)) = name.split_once(' ').filter(|(v, _)| v.contains("matmul")) else {
             continue;
         };
+        if is_of_experts(pipeline) {
+            of_experts += 1;
+            check_experts(pipeline);
+            continue;
+        }
         // The tuner may choose these kernels, and measures their time itself.
         if constants(pipeline).len() == 5 && constants(pipeline)[3] == 1 {
             check_rounding(pipeline);
@@ -269,7 +279,35 @@ fn check_pipelines(compiler: &Value) {
     assert_eq!(products, (VALU_PER_WEIGHT.len() + fast) * COLUMNS.len());
     // Tiles multiply one matrix, for 64 and for 128 tokens.
     let single = FAST_VALU_PER_WEIGHT.iter().filter(|pins| pins.1 == 0).map(|pins| pins.2.len());
-    assert_eq!(tiles, single.sum::<usize>() * 2);
+    let single = single.sum::<usize>();
+    assert_eq!(tiles, single * 2);
+    // Products of experts take the rows of x in order or from a list. Gated products take a list.
+    let by_lanes = (2 * VALU_PER_WEIGHT.len() + single + fast) * COLUMNS.len();
+    assert_eq!(of_experts, by_lanes + 2 * tiles);
+}
+
+fn is_of_experts(pipeline: &Value) -> bool {
+    pipeline["constants"].as_array().expect("a list").last() != Some(&Value::from(0))
+}
+
+/// A product of experts reads each weight once for all of its columns, as a plain product does.
+fn check_experts(pipeline: &Value) {
+    let (name, shader) = (&pipeline["name"], pipeline["shader"].as_str().expect("a name"));
+    let columns = pipeline["constants"][0].as_u64().expect("a number");
+    let steady = &pipeline["steady"];
+    let trip = &steady["trip"];
+    if shader.ends_with("_in_tiles") {
+        assert_eq!(number(trip, "wmma"), 128 * columns * 32 / 16u64.pow(3) / 8, "{name}: matrix products");
+        return;
+    }
+    assert!(number(trip, "wide_loads") > 0, "{name}: weights are not read 16 bytes at a time");
+    if shader.starts_with("fast_") {
+        let gated = pipeline["constants"][1].as_u64().expect("a number");
+        let blocks = number(steady, "trips_unrolled") * (1 + gated);
+        assert_eq!(number(trip, "dot4"), 8 * columns * blocks, "{name}: dot products");
+        let loads = if shader.contains("_int8") { 2 } else { 1 };
+        assert!(number(trip, "wide_loads") >= loads * blocks, "{name}: loads of 16 bytes");
+    }
 }
 
 /// Attention of prompts in tiles computes at least three times as many products in a cycle as by lanes with keys and
@@ -493,7 +531,7 @@ fn isa_follows_its_options() {
 fn predictions_exist_for_every_size_and_batch_and_add_up() {
     let Some(report) = reports_for_780m() else { return skip("radv") };
     let predictions = report["compilers"][0]["predictions"].as_array().expect("a list");
-    assert_eq!(predictions.len(), 7 * 8, "seven sizes; five batches, one with top_p, and two prompts");
+    assert_eq!(predictions.len(), 8 * 8, "eight sizes; five batches, one with top_p, and two prompts");
     let chip = &report["chip"];
     for prediction in predictions {
         let f = |value: &Value| value.as_f64().expect("a figure");
@@ -521,13 +559,17 @@ fn predictions_exist_for_every_size_and_batch_and_add_up() {
         assert_eq!(steps.len(), expected, "{what:?}: a step for each chunk");
         assert!((steps.iter().sum::<f64>() / ms - 1.0).abs() < 1e-9, "{what:?}: {steps:?}");
     }
+    let tokens_per_s = |shape: &str, what: &str| {
+        let one = predictions.iter().find(|p| p["shape"] == shape && p["what"] == what).expect("predicted");
+        one["predicted_tokens_per_s"].as_f64().expect("a figure")
+    };
     // One stream of the 27B reads 14.6 GB of weights at 73 GB/s, so the prediction must be slower than this limit.
-    let one = predictions
-        .iter()
-        .find(|p| p["shape"] == "gemma-3-27b" && p["what"] == "batch 1")
-        .expect("predicted");
-    let tokens_per_s = one["predicted_tokens_per_s"].as_f64().expect("a figure");
-    assert!((4.0..73.0 / 14.6).contains(&tokens_per_s), "{tokens_per_s}");
+    let one = tokens_per_s("gemma-3-27b", "batch 1");
+    assert!((4.0..73.0 / 14.6).contains(&one), "{one}");
+    // The mixture reads 2.15 GB for a token at least, and is faster with every further sequence.
+    let mixture = ["batch 1", "batch 8", "batch 16", "batch 32", "batch 64"]
+        .map(|what| tokens_per_s("gemma-4-26b-a4b", what));
+    assert!((26.0..73.0 / 2.15).contains(&mixture[0]) && mixture.is_sorted(), "{mixture:?}");
 }
 
 #[test]

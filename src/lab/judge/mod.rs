@@ -85,12 +85,22 @@ fn pipelines(shapes: &[Shape]) -> Vec<(&'static Shader, Vec<u32>)> {
     all
 }
 
-/// Compiles every pipeline of these sizes on the device that the environment shows. The device's name contains `part`.
-pub fn compile(part: &str, shapes: &[Shape]) -> Result<Compilation, GpuError> {
+/// The most pipelines of one process. The shim under RADV 26 does not free the memory of a device, and crashes after about
+/// a thousand.
+const PIPELINES_PER_PROCESS: usize = 400;
+
+/// The number of parts into which the pipelines of these sizes are divided.
+pub fn parts(shapes: &[Shape]) -> usize {
+    pipelines(shapes).len().div_ceil(PIPELINES_PER_PROCESS)
+}
+
+/// Compiles a part of the pipelines of these sizes on the device that the environment shows. The device's name contains
+/// `device`. `None` = there is no such part.
+pub fn compile(device: &str, shapes: &[Shape], part: usize) -> Result<Option<Compilation>, GpuError> {
     // The shim under RADV 26 crashes after some 400 pipelines of one device.
     const PIPELINES_PER_DEVICE: usize = 40;
     let compile_some = |some: &[(&'static Shader, Vec<u32>)]| {
-        let compiler = Compiler::open(part)?;
+        let compiler = Compiler::open(device)?;
         let text = |(shader, constants): &(&'static Shader, Vec<u32>)| {
             let compiled = compiler.compile(shader, constants)?;
             Ok(Text {
@@ -105,12 +115,20 @@ pub fn compile(part: &str, shapes: &[Shape]) -> Result<Compilation, GpuError> {
         Ok((compiler.info.name.clone(), compiler.info.driver.clone(), texts))
     };
     let all = pipelines(shapes);
+    let Some(all) = all.chunks(PIPELINES_PER_PROCESS).nth(part) else { return Ok(None) };
     let compiled = all.par_chunks(PIPELINES_PER_DEVICE).map(compile_some);
     let compiled = compiled.collect::<Result<Vec<_>, GpuError>>()?;
     let (device, driver, _) = compiled.first().expect("there are pipelines");
     let (device, driver) = (device.clone(), driver.clone());
     let pipelines = compiled.into_iter().flat_map(|(_, _, texts)| texts).collect();
-    Ok(Compilation { device, driver, pipelines })
+    Ok(Some(Compilation { device, driver, pipelines }))
+}
+
+impl Compilation {
+    /// Adds the next part, which the same compiler made.
+    pub fn add(&mut self, next: Compilation) {
+        self.pipelines.extend(next.pipelines);
+    }
 }
 
 impl Judge {
