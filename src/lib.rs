@@ -25,7 +25,7 @@
 //! | 3 | [`model`], [`device`] |
 //! | 2 | [`kernels`], [`quantize`] |
 //! | 1 | [`gpu`], [`checkpoint`], [`text`], [`hub`] |
-//! | 0 | [`tensor`], [`config`], [`file`] |
+//! | 0 | [`tensor`], [`config`], [`file`], [`image`] |
 //!
 //! Most of [`npu`] needs the feature `npu`, which is on by default.
 //!
@@ -46,6 +46,7 @@ pub mod gpu;
 pub mod checkpoint;
 pub mod text;
 pub mod hub;
+pub mod image;
 pub mod kernels;
 pub mod quantize;
 pub mod model;

@@ -12,7 +12,7 @@ use crate::support::root;
 
 /// The floors of lib.rs, from the lowest: a module may name those below it.
 const FLOORS: [&[&str]; 11] = [
-    &["tensor", "config", "file"],
+    &["tensor", "config", "file", "image"],
     &["gpu", "checkpoint", "text", "hub"],
     &["kernels", "quantize"],
     &["model", "device"],
@@ -52,9 +52,10 @@ const SHOWN: [(&str, &[&str]); 3] = [
 ];
 
 /// Words of other crates and of the language that a module must not contain.
-const FOREIGN: [(&str, &[&str]); 10] = [
+const FOREIGN: [(&str, &[&str]); 11] = [
     ("tensor", &["std::fs", "std::net", "File", "tokio"]),
     ("config", &["std::fs", "std::net", "File", "tokio"]),
+    ("image", &["std::fs", "std::net", "File", "tokio", "ureq"]),
     ("model", &["Instant", "SystemTime", "tokio", "axum", "tokenizers", "minijinja"]),
     ("library", &["axum", "hyper", "tower"]),
     ("session", &["axum", "hyper", "tower", "utoipa"]),
