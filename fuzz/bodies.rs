@@ -6,6 +6,7 @@
 use std::sync::LazyLock;
 
 use unicorn::checkpoint::{Checkpoint, ModelFiles};
+use unicorn::image::{self, Filter, ImageError, Limits, Rgb};
 use unicorn::model::arch;
 use unicorn::model::weights::Weights;
 use unicorn::npu::container::Container;
@@ -105,6 +106,42 @@ pub fn gbnf(bytes: Vec<u8>) -> bool {
         }
     }
     true
+}
+
+/// Memory for the pixels that [`image`] accepts, in bytes, and for the decoders' tables. A lossy WebP file may claim to
+/// have a part of 16 MiB, which is reserved before it is read.
+pub const IMAGE_BYTES: usize = 16 * 200_000 + (17 << 20);
+
+/// The file of a picture. Decodes it within small limits, and makes it smaller.
+pub fn image(bytes: Vec<u8>) -> Result<Rgb, ImageError> {
+    let limits = Limits { max_bytes: 1 << 20, max_side: 2000, max_pixels: 200_000 };
+    let decoded = image::decode(&bytes, &limits);
+    match &decoded {
+        Ok(picture) => {
+            let (width, height) = (picture.width(), picture.height());
+            assert!(width.max(height) <= limits.max_side, "{picture:?}");
+            assert!(u64::from(width) * u64::from(height) <= limits.max_pixels, "{picture:?}");
+            let small = picture.resize(1 + width % 7, 1 + height % 7, Filter::Bicubic);
+            assert_eq!(small.pixels().len() as u32, (1 + width % 7) * (1 + height % 7) * 3);
+        }
+        Err(error) => one_line(error),
+    }
+    decoded
+}
+
+/// What a client sends as an image. Returns whether it holds a file.
+pub fn image_source(bytes: Vec<u8>) -> bool {
+    const MAX_BYTES: usize = 1000;
+    match image::file_of(&String::from_utf8_lossy(&bytes), MAX_BYTES) {
+        Ok(file) => {
+            assert!(!file.is_empty() && file.len() <= MAX_BYTES && file.len() <= bytes.len());
+            true
+        }
+        Err(error) => {
+            one_line(&error);
+            false
+        }
+    }
 }
 
 /// The container of an NPU kernel. Returns whether it was accepted.

@@ -12,6 +12,7 @@ mod engine;
 mod faults;
 mod house;
 mod hub;
+mod image;
 mod kernels;
 mod model;
 #[cfg(feature = "npu")]

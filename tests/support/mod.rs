@@ -23,6 +23,7 @@ pub mod goldens;
 pub mod grammars;
 pub mod http;
 pub mod hub;
+pub mod images;
 pub mod json;
 pub mod kernel_bench;
 pub mod legacy_files;
