@@ -4,6 +4,8 @@ Prints what is left out, with the reason, and a skip for each restriction that t
 systemd apply all of them. The binary is target/debug/unicorn, or $UNICORN_BINARY.
 """
 
+import hashlib
+import http.server
 import json
 import os
 import re
@@ -11,13 +13,14 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import urllib.error
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "clients"))
 from restricted import NO_RESTRICTION, lines_of
-from server import BINARY, ROOT, START_SECONDS, children, free_port, get, last_line, post
+from server import ANSWER_SECONDS, BINARY, ROOT, START_SECONDS, children, free_port, get, last_line, post
 from session import Report
 
 UNIT = ROOT / "config/unicorn.service"
@@ -47,19 +50,66 @@ def restricted(folder, unit=UNIT, command=()):
     return done, json.loads(report.read_text() or "{}") if report.exists() else {}
 
 
+class Hub:
+    """A hub with one small model, org/tiny."""
+
+    FILES = [
+        *(ROOT / "tests/data/gemma3/tiny-a" / name for name in ["config.json", "generation_config.json", "model.safetensors"]),
+        *(ROOT / "tests/data/tokenizer-mini" / name for name in ["tokenizer.json", "tokenizer_config.json"]),
+    ]
+    COMMIT = "0123456789abcdef" * 2 + "01234567"
+
+    def __init__(self):
+        files = {path.name: path.read_bytes() for path in self.FILES}
+        blobs = {name: hashlib.sha1(f"blob {len(data)}\0".encode() + data).hexdigest() for name, data in files.items()}
+        siblings = [{"rfilename": name, "size": len(data), "blobId": blobs[name]} for name, data in files.items()]
+        listing = json.dumps({"id": "org/tiny", "sha": self.COMMIT, "gated": False, "siblings": siblings}).encode()
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def do_GET(self):
+                name = self.path.rpartition(f"/org/tiny/resolve/{Hub.COMMIT}/")[2]
+                if self.path.startswith("/api/models/org/tiny/revision/main"):
+                    status, body, etag = 200, listing, "listing"
+                elif name in files:
+                    status, body, etag = 200, files[name], blobs[name]
+                else:
+                    status, body, etag = 404, b"{}", "none"
+                self.send_response(status)
+                self.send_header("etag", f'"{etag}"')
+                self.send_header("content-length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, *_):
+                pass
+
+        self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_port}"
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+
+    def close(self):
+        self.server.shutdown()
+        self.server.server_close()
+
+
+def clean_environment():
+    """The environment without options of the server, and without proxies, so that it finds a hub on this machine."""
+    is_other = lambda name: not name.startswith(("UNICORN_", "RUST_LOG", "HF_")) and not name.upper().endswith("_PROXY")
+    return {name: value for name, value in os.environ.items() if is_other(name)}
+
+
 class Restricted:
     """A server under what of the unit can be applied."""
 
-    def __init__(self, folder):
+    def __init__(self, folder, **options):
         self.port, self.report, self.log = free_port(), folder / "served.json", folder / "log"
         self.url = f"http://127.0.0.1:{self.port}"
-        clean = {name: value for name, value in os.environ.items() if not name.startswith(("UNICORN_", "RUST_LOG"))}
         command = [*RESTRICTED, UNIT, self.report, BINARY, "serve", "--allow-software-vulkan", "--port", str(self.port)]
         with open(self.log, "wb") as log:
             # The folder for compiled shaders is new and empty, and a busy machine compiles slowly.
             patient = {"UNICORN_HARDWARE_HANG_TIMEOUT_S": str(START_SECONDS), "UNICORN_CONFIG_DIR": "/proc/nonexistent"}
-            self.process = subprocess.Popen(command, env={**clean, **patient}, stdin=subprocess.DEVNULL, stdout=log,
-                                            stderr=subprocess.STDOUT)
+            self.process = subprocess.Popen(command, env={**clean_environment(), **patient, **options}, stdin=subprocess.DEVNULL,
+                                            stdout=log, stderr=subprocess.STDOUT)
 
     def wait(self):
         deadline = time.monotonic() + START_SECONDS
@@ -78,6 +128,25 @@ class Restricted:
         question = {"messages": [{"role": "user", "content": "What is the capital of France?"}], "temperature": 0}
         status, answer = post(self.url + "/v1/chat/completions", question)
         assert status == 200 and "Paris" in answer["choices"][0]["message"]["content"], answer
+
+    def pulls_a_model_into_its_own_folder(self):
+        """`unicorn pull` of a user asks the server, which downloads, and answers without a restart."""
+        with tempfile.TemporaryDirectory() as home:
+            command = [BINARY, "pull", "org/tiny", "--url", self.url]
+            environment = {**clean_environment(), "HOME": home, "UNICORN_CONFIG_DIR": "/proc/nonexistent"}
+            done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=ANSWER_SECONDS)
+            assert done.returncode == 0 and "org/tiny is served at" in done.stderr, done.stderr
+            assert not any(Path(home).rglob("*.safetensors")), "the user's own folder is empty"
+        # The private folder of the service, as its process sees it.
+        place = Path(f"/proc/{self.process.pid}/root/var/lib/unicorn/models/models--org--tiny")
+        files = [file for file in place.rglob("*") if file.is_file() and not file.is_symlink()]
+        assert len(files) >= len(Hub.FILES), files
+        seen = {file.name: (file.stat().st_uid != 0, oct(file.stat().st_mode & 0o777)) for file in files}
+        # The service owns them, and every user may read them, whatever its umask is.
+        assert set(seen.values()) == {(True, "0o644")}, seen
+        question = {"model": "org/tiny", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
+        status, answer = post(self.url + "/v1/chat/completions", question)
+        assert status == 200 and answer["model"] == "org/tiny", answer
 
     def shows_each_restriction_in_both_processes(self):
         applied = json.loads(self.report.read_text())["applied"]
@@ -138,6 +207,16 @@ def main():
                 report.attempt("sigterm_ends_it", server.ends)
         finally:
             server.kill()
+        hub = Hub()
+        pulls = {"UNICORN_MODELS_PULLED": "true", "UNICORN_MODELS_DIR": "/var/lib/unicorn/models", "HF_ENDPOINT": hub.url}
+        server = Restricted(folder, **pulls)
+        try:
+            if report.attempt("a_service_of_pulled_models_starts", server.wait):
+                report.attempt("a_model_is_pulled_into_its_folder", server.pulls_a_model_into_its_own_folder)
+                report.attempt("sigterm_ends_it_too", server.ends)
+        finally:
+            server.kill()
+            hub.close()
     for name, why in found.get("left_out", {}).items():
         print(f"left out: {name}: {why}")
     for name, why in found.get("lacking", {}).items():
