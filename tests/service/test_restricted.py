@@ -207,16 +207,18 @@ def main():
                 report.attempt("sigterm_ends_it", server.ends)
         finally:
             server.kill()
-        hub = Hub()
-        pulls = {"UNICORN_MODELS_PULLED": "true", "UNICORN_MODELS_DIR": "/var/lib/unicorn/models", "HF_ENDPOINT": hub.url}
-        server = Restricted(folder, **pulls)
-        try:
-            if report.attempt("a_service_of_pulled_models_starts", server.wait):
-                report.attempt("a_model_is_pulled_into_its_folder", server.pulls_a_model_into_its_own_folder)
-                report.attempt("sigterm_ends_it_too", server.ends)
-        finally:
-            server.kill()
-            hub.close()
+        # Without the service's own folder, which is then skipped below, there is nothing to pull into.
+        if "StateDirectory" in found.get("applied", []):
+            hub = Hub()
+            pulls = {"UNICORN_MODELS_PULLED": "true", "UNICORN_MODELS_DIR": "/var/lib/unicorn/models", "HF_ENDPOINT": hub.url}
+            server = Restricted(folder, **pulls)
+            try:
+                if report.attempt("a_service_of_pulled_models_starts", server.wait):
+                    report.attempt("a_model_is_pulled_into_its_folder", server.pulls_a_model_into_its_own_folder)
+                    report.attempt("sigterm_ends_it_too", server.ends)
+            finally:
+                server.kill()
+                hub.close()
     for name, why in found.get("left_out", {}).items():
         print(f"left out: {name}: {why}")
     for name, why in found.get("lacking", {}).items():
