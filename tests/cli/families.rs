@@ -9,7 +9,7 @@ use tempfile::TempDir;
 
 use unicorn::checkpoint::Checkpoint;
 
-use crate::support::checkpoints::{ByName as _, copy_of, opened};
+use crate::support::checkpoints::{ByName as _, StoredTensor, copy_of, opened, safetensors_file};
 use crate::support::daemon::Daemon;
 use crate::support::data;
 use crate::support::program::{output, printed, printed_json, unicorn, unicorn_on_software};
@@ -201,6 +201,75 @@ fn a_mixture_answers_and_counts_the_experts_that_it_used() {
     let layers = number("num_hidden_layers") * steps;
     let [least, most] = ["top_k_experts", "num_experts"].map(|field| number(field) * layers);
     assert!(used > least && used <= most, "{used} experts in {steps} steps, {least} to {most} expected");
+}
+
+/// The tiny Qwen 3 mixture with so many experts, copies of its eight, of which a token has eight.
+fn mixture_of(experts: usize) -> TempDir {
+    let folder = with_tokenizer("tiny-qwen3-moe", "qwen-tokenizer", &json!({"eos_token_id": [360]}));
+    let path = |name: &str| folder.path().join(name);
+    let mut tensors: Vec<(String, String, Vec<usize>, Vec<u8>)> = Vec::new();
+    for part in ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"] {
+        let bytes = std::fs::read(path(part)).expect("read");
+        let file = safetensors::SafeTensors::deserialize(&bytes).expect("a checkpoint");
+        for (name, tensor) in file.iter() {
+            let mut add = |name: String, shape: &[usize], bytes: Vec<u8>| {
+                tensors.push((name, tensor.dtype().to_string(), shape.to_vec(), bytes));
+            };
+            let copies = experts / 8;
+            if let Some((layer, rest)) = name.split_once(".experts.") {
+                let (number, matrix) = rest.split_once('.').expect("a number");
+                let number: usize = number.parse().expect("a number");
+                for copy in 0..copies {
+                    let name = format!("{layer}.experts.{}.{matrix}", number + 8 * copy);
+                    add(name, tensor.shape(), tensor.data().to_vec());
+                }
+            } else if name.ends_with(".mlp.gate.weight") {
+                add(name.into(), &[experts, tensor.shape()[1]], tensor.data().repeat(copies));
+            } else {
+                add(name.into(), tensor.shape(), tensor.data().to_vec());
+            }
+        }
+        std::fs::remove_file(path(part)).expect("removed");
+    }
+    std::fs::remove_file(path("model.safetensors.index.json")).expect("removed");
+    let stored: Vec<StoredTensor<'_>> = tensors
+        .iter()
+        .map(|(name, dtype, shape, bytes)| (name.as_str(), dtype.as_str(), &shape[..], &bytes[..]))
+        .collect();
+    std::fs::write(path("model.safetensors"), safetensors_file(&stored)).expect("written");
+    let mut config: Value =
+        serde_json::from_slice(&std::fs::read(path("config.json")).expect("read")).expect("JSON");
+    config["num_experts"] = experts.into();
+    config["num_experts_per_tok"] = 8.into();
+    std::fs::write(path("config.json"), config.to_string()).expect("written");
+    folder
+}
+
+/// Each further token of a step reads further experts, so that a first draft is short.
+#[test]
+fn drafts_of_a_mixture_are_shorter_than_those_of_a_dense_model() {
+    let dense = with_tokenizer("tiny-qwen3", "qwen-tokenizer", &json!({"eos_token_id": [360]}));
+    let mixture = mixture_of(64);
+    // All ids are equal, so every draft is right.
+    let body = json!({
+        "prompt": vec![300; 8], "max_tokens": 6, "temperature": 0, "logit_bias": {"300": 100}, "ignore_eos": true,
+    });
+    let drafts = |folder: &TempDir| {
+        let server = Daemon::start_model(folder.path(), &[], |_| {});
+        let (status, answer) = server.exchange("POST", "/v1/completions", &[], &body.to_string());
+        assert_eq!(status, 200, "{answer}");
+        let of_lookup = |name: &str| {
+            server.metric(&format!(
+                "unicorn_spec_decode_num_{name}_tokens_total{{model_name=\"a/b\",guesser=\"lookup\"}}"
+            ))
+        };
+        let [drafted, accepted] = ["draft", "accepted"].map(of_lookup);
+        assert_eq!(drafted, accepted);
+        (drafted, server.metric("unicorn_steps_total"))
+    };
+    assert_eq!(drafts(&dense), (4.0, 2.0), "the prompt, and one step of a draft of four");
+    let (drafted, steps) = drafts(&mixture);
+    assert!(drafted > 0.0 && drafted < 4.0 && steps > 2.0, "{drafted} in {steps} steps");
 }
 
 /// The prompt opens the thought, because a model with random weights opens none.
