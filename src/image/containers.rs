@@ -45,34 +45,65 @@ pub(super) fn whole_jpeg(bytes: &[u8]) -> Result<Jpeg<'_>, ImageError> {
 }
 
 /// Follows the chunks of a WebP file (RFC 9649) and returns the file without what comes after the last one. Each chunk
-/// must end within the file, because the decoder reserves memory for a chunk before it reads it. `check` gets the size
-/// of each frame: the decoder decodes a lossy frame before it compares this size with the picture's.
+/// must end within the file, because the decoder reserves memory for a chunk before it reads it. `check` gets the sizes of
+/// what is decoded, which are the first chunk of each kind and the first frame: the decoder decodes a lossy frame before it
+/// compares this size with the picture's.
 pub(super) fn whole_webp(
     bytes: &[u8],
     check: impl Fn(Size) -> Result<(), ImageError>,
 ) -> Result<&[u8], ImageError> {
     let (riff, _) = webp_chunk(bytes).ok_or(TRUNCATED_WEBP)?;
     let mut rest = riff.contents.get(4..).ok_or(TRUNCATED_WEBP)?;
-    let mut size = (0, 0);
+    let damaged = |problem: &str| ImageError::Damaged { format: Format::WebP, problem: problem.into() };
+    // Without a header for animations and transparency, chunks of transparency are ignored.
+    let mut canvas = None;
+    let (mut is_animated, mut is_first) = (false, true);
+    let (mut seen, mut has_frame) = (Seen::default(), false);
     while !rest.is_empty() {
         let (chunk, after) = webp_chunk(rest).ok_or(TRUNCATED_WEBP)?;
         rest = after;
         match chunk.name {
-            b"VP8X" => size = chunk.size_at(4)?,
+            b"VP8X" if is_first => {
+                is_animated = chunk.contents.first().ok_or(TRUNCATED_WEBP)? & ANIMATION != 0;
+                canvas = Some(chunk.size_at(4)?);
+            }
+            b"VP8X" => return Err(damaged("its header is not at its beginning")),
+            b"ANMF" if !is_animated => return Err(damaged("it has frames, and its header denies it")),
+            b"ANMF" if has_frame => {}
             // A frame of an animation has chunks of its own.
             b"ANMF" => {
-                let size = chunk.size_at(6)?;
+                has_frame = true;
+                let (size, mut seen) = (chunk.size_at(6)?, Seen::default());
                 let mut parts = chunk.contents.get(16..).ok_or(TRUNCATED_WEBP)?;
                 while !parts.is_empty() {
                     let (part, after) = webp_chunk(parts).ok_or(TRUNCATED_WEBP)?;
                     parts = after;
-                    part.check_frame(size, &check)?;
+                    if seen.is_new(part.name) {
+                        part.check_frame(Some(size), &check)?;
+                    }
                 }
             }
-            _ => chunk.check_frame(size, &check)?,
+            name if seen.is_new(name) => chunk.check_frame(canvas, &check)?,
+            _ => {}
         }
+        is_first = false;
     }
     Ok(&bytes[..riff.contents.len() + 8])
+}
+
+/// The bit of a WebP header that says that the file is an animation.
+const ANIMATION: u8 = 0b10;
+
+/// Which chunks with pixels came already: of each kind, the decoder reads the first one.
+#[derive(Default)]
+struct Seen([bool; 3]);
+
+impl Seen {
+    /// Whether it is the first chunk of a kind with pixels.
+    fn is_new(&mut self, name: &[u8; 4]) -> bool {
+        let kind = [b"VP8 ", b"VP8L", b"ALPH"].iter().position(|kind| *kind == name);
+        kind.is_some_and(|kind| !std::mem::replace(&mut self.0[kind], true))
+    }
 }
 
 /// Width and height in pixels.
@@ -95,10 +126,11 @@ impl WebpChunk<'_> {
         Ok((side(at)?, side(at + 3)?))
     }
 
-    /// Checks pixels; other chunks are fine. `of_alpha` is the size of a chunk of transparency, which does not have it.
+    /// Checks pixels; other chunks are fine. `of_alpha` is the size of a chunk of transparency, which does not have it. `None` =
+    /// such a chunk is ignored.
     fn check_frame(
         &self,
-        of_alpha: Size,
+        of_alpha: Option<Size>,
         check: impl Fn(Size) -> Result<(), ImageError>,
     ) -> Result<(), ImageError> {
         match (self.name, self.contents) {
@@ -115,8 +147,9 @@ impl WebpChunk<'_> {
             }
             // The lowest bits say that it is compressed as a lossless picture is.
             (b"ALPH", [info, data @ ..]) if info & 3 == 1 => {
-                check(of_alpha)?;
-                check_groups(data, of_alpha)
+                let Some(size) = of_alpha else { return Ok(()) };
+                check(size)?;
+                check_groups(data, size)
             }
             _ => Ok(()),
         }

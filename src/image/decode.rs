@@ -21,7 +21,9 @@ use super::pixels::Rgb;
 
 /// What a file may have.
 ///
-/// A picture within the standard limits takes at most 12 bytes of memory a pixel while it is decoded, and afterwards 3.
+/// A picture within the standard limits takes at most 12 bytes of memory a pixel while it is decoded, and afterwards 3. In
+/// addition, a lossless WebP takes at most half a gigabyte of tables, and a frame of a GIF 4 bytes for each pixel of the limit,
+/// whatever the size of the picture is.
 /// Measured at 64 million pixels on one core of a server: JPEG 0.2 to 0.8 s, GIF 1.6 s, PNG of 16 bits and lossless
 /// WebP 2 s, animated WebP with alpha 4 to 5 s and 768 MB, which is the slowest and largest.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

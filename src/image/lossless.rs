@@ -131,18 +131,24 @@ struct Code {
 
 impl Code {
     fn read(bits: &mut Bits, alphabet: usize) -> Result<Self, ImageError> {
-        let mut lengths = vec![0; alphabet.max(256)];
         if bits.read(1)? == 1 {
             let has_two = bits.read(1)? == 1;
             let first_bits = if bits.read(1)? == 1 { 8 } else { 1 };
-            lengths[bits.read(first_bits)? as usize] = 1;
+            let mut symbols = vec![bits.read(first_bits)? as u16];
+            let mut counts = [0; MAX_CODE_BITS + 1];
             if has_two {
-                lengths[bits.read(8)? as usize] = 1;
+                // The decoder gives the code 0 to the symbol that comes first, even if it is the larger one or both are equal.
+                symbols.push(bits.read(8)? as u16);
+                counts[1] = 2;
             }
-        } else {
-            read_lengths(bits, &mut lengths[..alphabet])?;
+            return match symbols.iter().all(|symbol| usize::from(*symbol) < alphabet) {
+                true => Ok(Self { counts, symbols }),
+                false => Err(damaged("a prefix code is invalid")),
+            };
         }
-        Self::new(&lengths[..alphabet])
+        let mut lengths = vec![0; alphabet];
+        read_lengths(bits, &mut lengths)?;
+        Self::new(&lengths)
     }
 
     fn new(lengths: &[u8]) -> Result<Self, ImageError> {

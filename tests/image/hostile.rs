@@ -156,16 +156,21 @@ fn webp(chunks: &[(&[u8; 4], &[u8])]) -> Vec<u8> {
     file
 }
 
-/// The beginning of lossless pixels with this many groups of prefix codes, each of which a decoder makes tables for.
-fn groups(count: u32) -> Vec<u8> {
+/// The beginning of lossless pixels with this many groups of prefix codes, each of which a decoder makes tables for. With
+/// `is_swapped`, the code of red has a second, smaller symbol.
+fn groups(count: u32, is_swapped: bool) -> Vec<u8> {
     let mut bits: Vec<bool> = Vec::new();
     let mut push = |value: u32, count: u32| bits.extend((0..count).map(|bit| value >> bit & 1 == 1));
     // No transform, no cache of colors; groups by blocks of 4 pixels, in a picture without a cache.
     [(0, 1), (0, 1), (1, 1), (0, 3), (0, 1)].into_iter().for_each(|(value, count)| push(value, count));
     // Codes with the only symbols green, red, blue, alpha, and a distance.
-    for symbol in [(count - 1) & 255, (count - 1) >> 8, 0, 0, 0] {
-        push(0b101, 3);
+    for (i, symbol) in [(count - 1) & 255, (count - 1) >> 8, 0, 0, 0].into_iter().enumerate() {
+        let has_two = is_swapped && i == 1;
+        push(if has_two { 0b111 } else { 0b101 }, 3);
         push(symbol, 8);
+        if has_two {
+            push(0, 8);
+        }
     }
     bits.resize(bits.len() + 100, false);
     bits.chunks(8).map(|byte| byte.iter().rev().fold(0, |byte, bit| byte << 1 | u8::from(*bit))).collect()
@@ -177,15 +182,18 @@ fn a_webp_with_many_groups_of_codes_is_refused_before_it_is_decoded() {
     // Width and height less one, in 14 bits each.
     let header = [&[0x2f][..], &(15u32 << 14 | 15).to_le_bytes()].concat();
     let canvas = [16, 0, 0, 0, 15, 0, 0, 15, 0, 0];
+    let animated = [18, 0, 0, 0, 15, 0, 0, 15, 0, 0];
     let files = |count| {
-        let lossless = [header.clone(), groups(count)].concat();
-        let alpha = [vec![1], groups(count)].concat();
+        let lossless = [header.clone(), groups(count, false)].concat();
+        let swapped = [header.clone(), groups(count, true)].concat();
+        let alpha = [vec![1], groups(count, false)].concat();
         let frame =
             [&[0, 0, 0, 0, 0, 0, 15, 0, 0, 15, 0, 0, 0, 0, 0, 0][..], &webp(&[(b"ALPH", &alpha)])[12..]];
         [
             webp(&[(b"VP8L", &lossless)]),
+            webp(&[(b"VP8L", &swapped)]),
             webp(&[(b"VP8X", &canvas), (b"ALPH", &alpha)]),
-            webp(&[(b"VP8X", &canvas), (b"ANMF", &frame.concat())]),
+            webp(&[(b"VP8X", &animated), (b"ANMF", &frame.concat())]),
         ]
     };
     let problem = |file: &[u8]| match refusal(file, "groups of codes") {
@@ -201,6 +209,16 @@ fn a_webp_with_many_groups_of_codes_is_refused_before_it_is_decoded() {
     // The decoder refuses the codes after these groups, or the chunks that are absent.
     for file in files(40) {
         assert!(!problem(&file).contains("groups"));
+    }
+    // The decoder would read these groups for the size of the first header, or for that of the picture.
+    let alpha = [vec![1], groups(65_536, false)].concat();
+    let small = [16, 0, 0, 0, 0, 0, 0, 0, 0, 0];
+    let frame = [&[0; 16][..], &webp(&[(b"ALPH", &alpha)])[12..]].concat();
+    for (file, part) in [
+        (webp(&[(b"VP8X", &canvas), (b"VP8X", &small), (b"ALPH", &alpha)]), "its header is not at"),
+        (webp(&[(b"VP8X", &canvas), (b"ANMF", &frame)]), "it has frames"),
+    ] {
+        assert!(problem(&file).starts_with(part), "{}", problem(&file));
     }
 }
 
