@@ -99,7 +99,8 @@ pub enum HiddenAct {
 /// The most experts of a layer, and the most that a token uses (`shaders/route.comp`).
 pub const MAX_EXPERTS: usize = 256;
 pub const MAX_EXPERTS_PER_TOKEN: usize = 32;
-/// The rows that a kernel reads after the last pair: it computes up to 32 columns together.
+/// The rows that a kernel reads after the last pair: lanes compute up to 32 columns together. Subgroups compute more, and read
+/// no row after these.
 const UNUSED_ROWS: usize = 32;
 
 /// The experts of a layer.

@@ -592,10 +592,14 @@ fn expert_way(gpu: GpuTiles, tile: Tile) -> Way {
 }
 
 /// The one of `tiles` for the products of experts in a step of `tokens` tokens: the smallest one that holds the pairs of an
-/// expert, if all experts in use had as many.
+/// expert, if all experts in use had as many. If that is more than twice as wide, because lanes compute plain products of
+/// as many tokens, it is the one before.
 pub(crate) fn expert_tile(tiles: &[Tile], experts: &Experts, tokens: usize) -> Tile {
     let pairs = experts.pairs(tokens) as f64 / experts.expected(tokens);
-    *tiles.iter().find(|tile| f64::from(tile.columns) >= pairs).unwrap_or(&tiles[tiles.len() - 1])
+    let holds = |tile: &Tile| f64::from(tile.columns) >= pairs;
+    let index = tiles.iter().position(holds).unwrap_or(tiles.len() - 1);
+    let is_too_wide = f64::from(tiles[index].columns) >= 2.0 * pairs && index > 0;
+    tiles[index - usize::from(is_too_wide)]
 }
 
 /// A kernel of products.
