@@ -138,6 +138,7 @@ impl DeviceFactory {
                 Ok(Load::Doing(doing)) => {
                     let begins = !doing.is_same_step(log.doing());
                     log.take(doing);
+                    self.observer.set_loading(Some(doing));
                     if begins && doing == Loading::Tuning {
                         alone = self.wait_until_alone(cancelled)?;
                         connection.send(&Measure)?;
@@ -158,6 +159,7 @@ impl DeviceFactory {
     /// Waits until no other model computes, if there are others.
     fn wait_until_alone(&self, cancelled: &AtomicBool) -> Result<Option<Alone>, StartError> {
         let Some(exclusive) = &self.exclusive else { return Ok(None) };
+        tracing::debug!("waiting until no other model computes");
         match exclusive(cancelled) {
             Some(guard) => Ok(Some(Alone { since: Instant::now(), _guard: guard })),
             None => Err(ConnectionError::Cancelled.into()),
@@ -174,7 +176,7 @@ struct Alone {
 impl Drop for Alone {
     fn drop(&mut self) {
         tracing::debug!(
-            "measured the device for {:.3} s while no other model computed",
+            "had the device alone for {:.3} s, to measure it",
             self.since.elapsed().as_secs_f64()
         );
     }

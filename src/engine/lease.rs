@@ -56,7 +56,7 @@ impl Lease {
     }
 
     /// Waits for the device, until `must_end`. `None` = it must end. A step of another engine takes no longer than a device
-    /// may hang.
+    /// may hang, and a load measures for some ten seconds.
     pub fn take(self: &Arc<Self>, must_end: impl Fn() -> bool) -> Option<Turn> {
         let mut queue = self.lock();
         let number = queue.next;
@@ -79,6 +79,13 @@ impl Working {
     /// The number of other engines that have work.
     pub fn others(&self) -> usize {
         self.0.lock().working - 1
+    }
+}
+
+impl Turn {
+    /// Whether another engine, or a load, waits for the device.
+    pub(super) fn is_wanted(&self) -> bool {
+        self.lease.lock().numbers.len() > 1
     }
 }
 
@@ -106,7 +113,7 @@ mod tests {
     fn turns_are_taken_one_at_a_time_in_order() {
         let lease = Arc::new(Lease::default());
         let first = lease.take(|| false).expect("it is free");
-        assert!(lease.is_taken());
+        assert!(lease.is_taken() && !first.is_wanted());
         let (done, order) = mpsc::channel();
         let mut threads = Vec::new();
         for i in 0..3 {
@@ -120,6 +127,7 @@ mod tests {
                 thread::yield_now();
             }
         }
+        assert!(first.is_wanted());
         assert!(order.try_recv().is_err(), "the first has not given it back");
         // One that must end leaves the queue.
         assert!(lease.take(|| true).is_none());

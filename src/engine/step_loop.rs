@@ -379,7 +379,9 @@ impl StepLoop {
         // With a bound, the submission of a second step would wait for its time slots and delay the results of the
         // first.
         let others = self.working.as_ref().map_or(0, Working::others);
-        let most = if courtesy.is_bound() || others > 0 { 1 } else { self.shared.limits.max_in_flight };
+        // A load waits, too.
+        let is_wanted = others > 0 || self.turn.as_ref().is_some_and(Turn::is_wanted);
+        let most = if courtesy.is_bound() || is_wanted { 1 } else { self.shared.limits.max_in_flight };
         // A client of this engine may wait for a step of each other engine between two tokens, and the other way round.
         self.scheduler.set_engines(1 + others);
         self.ledger.begin_span();

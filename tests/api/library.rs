@@ -27,7 +27,7 @@ use crate::support::fake_runner::{Control, FakeFactory, FakeRunner, Script, kv_w
 use crate::support::http::{get, post, post_to, send, send_json};
 use crate::support::server::report;
 use crate::support::tokenizers::{gemma_template, tokenizer};
-use crate::support::waits::until;
+use crate::support::waits::{until, wait_until};
 
 /// The device memory of the tests, and what most models take of it.
 const BUDGET: u64 = 200 * MIB;
@@ -76,6 +76,8 @@ struct FakeModel {
     /// How long a load takes, in milliseconds.
     load_ms: AtomicU64,
     fails: AtomicBool,
+    /// A load does not end.
+    is_held: AtomicBool,
     panics: AtomicBool,
     control: Mutex<Option<Control>>,
 }
@@ -89,6 +91,7 @@ impl FakeModel {
             loads: AtomicUsize::new(0),
             load_ms: AtomicU64::new(0),
             fails: AtomicBool::new(false),
+            is_held: AtomicBool::new(false),
             panics: AtomicBool::new(false),
             control: Mutex::default(),
         })
@@ -124,6 +127,7 @@ impl Loader for FakeLoader {
     fn load(&self) -> Result<Loaded, String> {
         self.0.loads.fetch_add(1, Ordering::SeqCst);
         std::thread::sleep(Duration::from_millis(self.0.load_ms.load(Ordering::SeqCst)));
+        wait_until("the load may end", || !self.0.is_held.load(Ordering::SeqCst));
         assert!(!self.0.panics.load(Ordering::SeqCst), "a test's panic");
         if self.0.fails.load(Ordering::SeqCst) {
             return Err("the disk is broken".into());
@@ -424,7 +428,7 @@ async fn health_needs_no_probe_while_a_model_is_loaded() {
     let control = app.models[0].control();
     control.hold_probes(true);
     tokio::time::sleep(STALE).await;
-    app.models[1].load_ms.store(3000, Ordering::SeqCst);
+    app.models[1].is_held.store(true, Ordering::SeqCst);
     let router = app.router.clone();
     let asked = tokio::spawn(async move { text(&router, "b", "b").await });
     until("the load begins", || app.models[1].loads.load(Ordering::SeqCst) > 0).await;
@@ -432,6 +436,7 @@ async fn health_needs_no_probe_while_a_model_is_loaded() {
     assert!(status == 200 && health["status"] == "ok", "{status} {health}");
     assert_eq!(control.probes(), 0);
     control.hold_probes(false);
+    app.models[1].is_held.store(false, Ordering::SeqCst);
     assert_eq!(asked.await.expect("no panic"), "bee");
 }
 

@@ -447,7 +447,7 @@ fn a_model_that_is_loaded_again_is_read_from_memory() {
     let answer = words(&server, "gemma");
     server.line("\"gemma\": later loads read memory; both copies need 2.");
     // The kernels of a model are measured under the lease of the device.
-    server.line("while no other model computed");
+    server.line("had the device alone for");
     server.line("loaded   ");
     let body = json!({"model": "gemma"}).to_string();
     assert_eq!(server.exchange("POST", "/models/unload", &[], &body).0, 200);

@@ -12,8 +12,8 @@ use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use unicorn::engine::{
     CacheSalt, EVENTS, Energy, EnergyCounter, Engine, EngineConfig, EngineError, EngineHandle, Event,
-    FinishReason, Fork, Joules, Load, Pace, Priority, Request, Restriction, Scheduler, SchedulerConfig,
-    SharedMask, SubmitError, TokenMask, draft,
+    FinishReason, Fork, Joules, Lease, Load, Pace, Priority, Request, Restriction, Scheduler,
+    SchedulerConfig, SharedMask, SubmitError, TokenMask, draft,
 };
 use unicorn::model::offload::LEAST_TOKENS;
 use unicorn::model::{Batch, Draw, Input, KvLimits, KvPool, Limits, Logprobs, Runner, SamplingParams};
@@ -786,6 +786,28 @@ fn engines_that_share_a_device_share_the_gap() {
         let tokens = tokens_of_a_step(engines);
         assert!(tokens.abs_diff(expected) <= 2, "{tokens} of {expected}");
     }
+}
+
+/// An engine with work for several steps in flight gives the device to a load that measures it.
+#[test]
+fn a_load_gets_the_device_between_two_steps_of_a_long_answer() {
+    let lease = Arc::<Lease>::default();
+    let limits = Limits { max_in_flight: 2, ..fake_limits() };
+    let (runner, control) = FakeRunner::new(limits, says(&[], 5));
+    let config = EngineConfig { queue: 4, lease: Some(Arc::clone(&lease)), ..EngineConfig::default() };
+    let engine = Engine::start(runner, config);
+    control.allow(0);
+    let mut stream = engine.submit(request(&[1], 190)).expect("accepted");
+    control.submitted(2);
+    let load = std::thread::spawn(move || lease.take(|| false));
+    control.release();
+    let turn = load.join().expect("no panic").expect("its turn comes");
+    assert_eq!(engine.stats().running, 1, "the answer has not ended");
+    let steps = engine.stats().steps;
+    std::thread::sleep(Duration::from_millis(50));
+    assert_eq!(engine.stats().steps, steps, "the load has the device alone");
+    drop(turn);
+    assert_eq!(collect(&mut stream).0.len(), 190);
 }
 
 #[test]

@@ -138,7 +138,7 @@ class Restricted:
             assert done.returncode == 0 and "org/tiny is served at" in done.stderr, done.stderr
             assert not any(Path(home).rglob("*.safetensors")), "the user's own folder is empty"
         # The private folder of the service, as its process sees it.
-        place = Path(f"/proc/{self.process.pid}/root/var/lib/unicorn/models/models--org--tiny")
+        place = Path(f"/proc/{self.process.pid}/root", "var/lib/unicorn/models/models--org--tiny")
         files = [file for file in place.rglob("*") if file.is_file() and not file.is_symlink()]
         assert len(files) >= len(Hub.FILES), files
         seen = {file.name: (file.stat().st_uid != 0, oct(file.stat().st_mode & 0o777)) for file in files}

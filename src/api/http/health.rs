@@ -1,7 +1,8 @@
 //! `/health`, for programs that restart the server.
 //!
 //! Health is proven, not assumed: the device finished something within the last seconds, or it answers a probe. No
-//! probe is sent while a step is in progress; the step may take [`Options::device_timeout`](crate::api::Options).
+//! probe is sent while a step is in progress; the step may take [`Options::device_timeout`](crate::api::Options). Of several
+//! models, no idle one is probed while another one is loaded: that load ends if it makes no progress.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};

@@ -6,7 +6,7 @@
 
 use super::Scheduler;
 use super::step::{PendingStep, Step};
-use crate::engine::pace::{MIN_PREFILL_TOKENS, Pace};
+use crate::engine::pace::{Load, MIN_PREFILL_TOKENS, Pace};
 use crate::engine::request::Priority;
 use crate::engine::sequence::{Sequence, SequenceId};
 
@@ -108,7 +108,12 @@ impl Scheduler {
             return wanted;
         }
         let least = if step.prefills { 0 } else { MIN_PREFILL_TOKENS };
-        let gap = (self.config.gap / self.engines).saturating_sub(self.drafting);
+        let share = match self.engines {
+            1 => self.config.gap,
+            // A step that reads the weights for a few tokens only would delay the prompt and the other engines.
+            n => (self.config.gap / n).max(2 * pace.predict(Load::default()).unwrap_or_default()),
+        };
+        let gap = share.saturating_sub(self.drafting);
         pace.room(step.step.load, start, wanted, least, gap)
     }
 
