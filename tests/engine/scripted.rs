@@ -4,6 +4,7 @@ use std::collections::hash_map::DefaultHasher;
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::hash::{Hash, Hasher};
 use std::panic::AssertUnwindSafe;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -24,6 +25,7 @@ use crate::support::fake_runner::{
     Control, FakeRunner, HANG, Script, fake_limits, fake_logprobs, fake_pooled, kv_with, mixed, mixed_answer,
     says,
 };
+use crate::support::waits::wait_until;
 
 fn start(limits: Limits, script: Script) -> (EngineHandle, Control) {
     start_on(FakeRunner::new(limits, script))
@@ -799,7 +801,17 @@ fn a_load_gets_the_device_between_two_steps_of_a_long_answer() {
     control.allow(0);
     let mut stream = engine.submit(request(&[1], 190)).expect("accepted");
     control.submitted(2);
-    let load = std::thread::spawn(move || lease.take(|| false));
+    let is_waiting = Arc::<AtomicBool>::default();
+    let load = std::thread::spawn({
+        let is_waiting = Arc::clone(&is_waiting);
+        move || {
+            lease.take(|| {
+                is_waiting.store(true, Ordering::SeqCst);
+                false
+            })
+        }
+    });
+    wait_until("the load waits", || is_waiting.load(Ordering::SeqCst));
     control.release();
     let turn = load.join().expect("no panic").expect("its turn comes");
     assert_eq!(engine.stats().running, 1, "the answer has not ended");
