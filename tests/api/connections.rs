@@ -181,6 +181,7 @@ async fn a_stopping_server_finishes_answers_and_refuses_new_requests() {
         while !String::from_utf8_lossy(&seen).contains(":\"a\"") {
             let mut part = [0; 256];
             let n = streaming.read(&mut part).expect("text");
+            assert!(n > 0, "closed after {:?}", String::from_utf8_lossy(&seen));
             seen.extend_from_slice(&part[..n]);
         }
         let mut idle = sent(address, get("/live"));
