@@ -376,11 +376,11 @@ impl StepLoop {
             Ok(true) => self.pace = Pace::new(),
             Err(error) => return Err(self.failure(error, None)),
         }
+        let others = self.working.as_ref().map_or(0, Working::others);
+        // A load has no work of its own, and waits for its turn.
+        let is_wanted = others > 0 || self.turn.as_ref().is_some_and(Turn::is_wanted);
         // With a bound, the submission of a second step would wait for its time slots and delay the results of the
         // first.
-        let others = self.working.as_ref().map_or(0, Working::others);
-        // A load waits, too.
-        let is_wanted = others > 0 || self.turn.as_ref().is_some_and(Turn::is_wanted);
         let most = if courtesy.is_bound() || is_wanted { 1 } else { self.shared.limits.max_in_flight };
         // A client of this engine may wait for a step of each other engine between two tokens, and the other way round.
         self.scheduler.set_engines(1 + others);
