@@ -5,7 +5,7 @@
 use std::borrow::Cow;
 use std::sync::Arc;
 
-use serde::{Deserialize, Serialize};
+use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
 use super::loading::Loading;
 use super::report::{DeviceReport, NpuReport};
@@ -56,8 +56,8 @@ pub(super) enum Question {
     Log(String),
 }
 
-/// The child answers [`Call::Wait`], [`Call::Draft`] and [`Call::Probe`]. If another call fails, the failure is the
-/// answer to the next of these three.
+/// The child answers [`Call::Wait`], [`Call::Draft`], [`Call::Probe`] and [`Call::EncodeImage`]. If another call fails, the
+/// failure is the answer to the next of these four.
 #[derive(Serialize, Deserialize)]
 pub(super) enum Call<'a> {
     Submit(Cow<'a, Batch>, Cow<'a, Sampling>),
@@ -67,6 +67,8 @@ pub(super) enum Call<'a> {
     Wait,
     Draft(Cow<'a, [DraftRequest]>),
     Probe,
+    /// Encodes an image: the slot and the pixels.
+    EncodeImage(u32, Bytes<'a>),
 }
 
 /// The facts about the child's runner, sent once.
@@ -83,7 +85,23 @@ pub(super) enum Answer {
     Sampled(Sampled, u32),
     Drafted(Vec<Vec<u32>>),
     Probed,
+    Encoded,
     Failed(RunnerError),
+}
+
+/// Bytes that are not copied one by one.
+pub(super) struct Bytes<'a>(pub Cow<'a, [u8]>);
+
+impl Serialize for Bytes<'_> {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.serialize_bytes(&self.0)
+    }
+}
+
+impl<'de> Deserialize<'de> for Bytes<'_> {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        <&[u8]>::deserialize(deserializer).map(|bytes| Bytes(Cow::Owned(bytes.to_vec())))
+    }
 }
 
 /// The words of a mask.

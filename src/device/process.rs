@@ -7,7 +7,7 @@ use std::borrow::Cow::Borrowed;
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::message::{Answer, Call, Ready, Words};
+use super::message::{Answer, Bytes, Call, Ready, Words};
 use super::{Connection, ConnectionError};
 use crate::config::Courtesy;
 use crate::model::{Batch, DraftRequest, Limits, Runner, RunnerError, Sampled, Sampling, Ticket};
@@ -97,6 +97,14 @@ impl Runner for DeviceProcess {
         self.call(&Call::Draft(Borrowed(requests)))?;
         match self.answer()? {
             Answer::Drafted(tokens) => Ok(tokens),
+            _ => Err(self.unexpected()),
+        }
+    }
+
+    fn encode_image(&mut self, slot: u32, pixels: &[u8]) -> Result<(), RunnerError> {
+        self.call(&Call::EncodeImage(slot, Bytes(Borrowed(pixels))))?;
+        match self.answer()? {
+            Answer::Encoded => Ok(()),
             _ => Err(self.unexpected()),
         }
     }

@@ -60,7 +60,7 @@ pub use handle::{Engine, EngineConfig, EngineHandle, TokenStream};
 pub use lease::{Lease, Turn};
 pub use mask::{Restriction, SharedMask, TokenMask};
 pub use pace::{Load, Pace};
-pub use request::{CacheSalt, ClientId, EVENTS, KeepAlive, MAX_QUEUE, Priority, Request};
+pub use request::{CacheSalt, ClientId, EVENTS, KeepAlive, MAX_QUEUE, Priority, PromptImage, Request};
 pub use scheduler::{Output, Scheduler, SchedulerConfig, SequenceShare, Step};
 pub use sequence::{Fork, Sequence, SequenceId};
 pub use shared::{DeviceTask, EngineState, Signs, Stats};

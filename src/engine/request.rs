@@ -1,6 +1,7 @@
 //! Requests to the engine, and the clients that they belong to.
 
 use std::fmt;
+use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -66,10 +67,30 @@ pub const EVENTS: usize = 1024;
 /// Maximum length of an engine's queue.
 pub const MAX_QUEUE: usize = 4096;
 
+/// An image in a prompt.
+#[derive(Clone, PartialEq, Eq)]
+pub struct PromptImage {
+    /// The positions of its tokens: [`ImageLimits::tokens`](crate::model::ImageLimits::tokens) of them.
+    pub positions: Range<usize>,
+    /// The SHA-256 of the pixels. Images with the same hash are taken for the same image.
+    pub hash: [u8; 32],
+    /// Red, green and blue, `[side, side, 3]`, as [`Runner::encode_image`](crate::model::Runner::encode_image) takes it.
+    pub pixels: Arc<[u8]>,
+}
+
+/// Without the pixels, of which there are millions.
+impl fmt::Debug for PromptImage {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "PromptImage({:?})", self.positions)
+    }
+}
+
 /// A prompt, and how to answer it. Ids are `0..limits.vocab_size`.
 #[derive(Debug, Clone)]
 pub struct Request {
     pub prompt: Vec<u32>,
+    /// The images of the prompt, in ascending order of positions, which do not overlap. Any ids may be at these positions.
+    pub images: Vec<PromptImage>,
     /// How the ids of all answers are drawn.
     pub sampling: Arc<SamplingParams>,
     /// The seed of the first answer.
@@ -99,6 +120,7 @@ impl Request {
     pub fn new(prompt: Vec<u32>) -> Self {
         Self {
             prompt,
+            images: Vec::new(),
             sampling: Arc::new(SamplingParams::GREEDY),
             seed: 0,
             max_tokens: None,

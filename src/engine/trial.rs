@@ -150,7 +150,8 @@ fn extend(blocks: &mut BlockManager, table: &mut BlockTable, start: usize, token
 }
 
 fn batch_entry(table: &BlockTable, slot: u32, start: usize, input: Input) -> BatchSequence {
-    BatchSequence { slot, start, input, blocks: table.blocks().to_vec(), history: None }
+    let blocks = table.blocks().to_vec();
+    BatchSequence { slot, start, input, blocks, images: Vec::new(), history: None }
 }
 
 fn draw(params: &Arc<SamplingParams>, sequence: usize, (start, tokens): (usize, usize)) -> Draw {
@@ -183,6 +184,7 @@ mod tests {
             vocab_size: 50,
             hidden_size: 8,
             step_bytes: Vec::new(),
+            images: None,
         }
     }
 

@@ -65,6 +65,7 @@ impl ModelRunner {
                 start,
                 input: Input::Ids(ids.to_vec()),
                 blocks: kv.pools.iter().map(list).collect(),
+                images: Vec::new(),
                 history: None,
             }],
             ..Batch::default()

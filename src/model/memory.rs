@@ -335,6 +335,7 @@ impl<'a> MemoryRequest<'a> {
             max_context: context,
             vocab_size: self.config.vocab_size,
             hidden_size: self.config.hidden_size,
+            images: None,
             step_bytes: match self.config.mixture {
                 None => Vec::new(),
                 Some(_) => {

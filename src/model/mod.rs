@@ -40,8 +40,8 @@ pub use crate::gpu::Counts;
 pub(crate) use offload::longest_chunk;
 pub(crate) use runner::words;
 pub use runner::{
-    Batch, BatchSequence, BlockCopy, BlockList, DraftRequest, Draw, HistoryCopy, Input, KvLimits, KvPool,
-    Limits, Logprobs, MAX_BIASES, MAX_LOGPROBS, Pooling, Runner, RunnerError, RunnerFactory, Sampled,
-    Sampling, Ticket, first_seen,
+    Batch, BatchSequence, BlockCopy, BlockList, DraftRequest, Draw, HistoryCopy, ImageLimits, ImageSpan,
+    Input, KvLimits, KvPool, Limits, Logprobs, MAX_BIASES, MAX_LOGPROBS, Pooling, Runner, RunnerError,
+    RunnerFactory, Sampled, Sampling, Ticket, first_seen,
 };
 pub use sampling::{SamplingOptions, SamplingParams};

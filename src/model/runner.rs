@@ -73,6 +73,26 @@ pub struct Limits {
     /// The bytes of weights that steps of 1, 2, ... tokens are expected to read, of a mixture of experts: more tokens use
     /// more experts. Empty if all steps read the same weights.
     pub step_bytes: Vec<u64>,
+    /// How the model takes images; `None` = it takes none.
+    pub images: Option<ImageLimits>,
+}
+
+/// How a model takes images: all of one size, and with the same number of tokens.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ImageLimits {
+    /// Width and height of an image in pixels.
+    pub side: usize,
+    /// Tokens of an image, at most [`Limits::max_batch_tokens`].
+    pub tokens: usize,
+    /// Number of slots that keep the embeddings of an image: no fewer than a step has room for images.
+    pub slots: usize,
+}
+
+impl ImageLimits {
+    /// Bytes of an image's pixels, `[side, side, 3]`.
+    pub fn pixel_bytes(&self) -> usize {
+        3 * self.side * self.side
+    }
 }
 
 impl Limits {
@@ -124,9 +144,23 @@ pub struct BatchSequence {
     pub input: Input,
     /// The blocks of each pool: all blocks that the input's positions see. There may be more of them.
     pub blocks: Vec<BlockList>,
+    /// The input's tokens of images, in ascending order.
+    pub images: Vec<ImageSpan>,
     /// The ids at `0..start`, if the sequence's penalties count ids and this slot did not compute them. All histories
     /// of one step together have at most `max_context` ids.
     pub history: Option<Vec<u32>>,
+}
+
+/// Tokens of one image in an input. They see each other in both directions. So an input never ends within an image. It
+/// begins within one only if the KV cache has the tokens before.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ImageSpan {
+    /// The index of the first token in the input, and the number of tokens.
+    pub start: usize,
+    pub tokens: usize,
+    /// The slot that has the image's embeddings ([`Runner::encode_image`]), and the row of the first token there.
+    pub slot: u32,
+    pub row: usize,
 }
 
 /// The blocks of a sequence in one pool.
@@ -346,6 +380,13 @@ pub trait Runner: Send {
     /// tolerance, but not bit by bit. The path changes if the runner loses its coprocessor.
     fn attention_path(&self) -> u32 {
         0
+    }
+
+    /// Computes the embeddings of an image, and keeps them in a slot of [`ImageLimits::slots`] until another image takes
+    /// it. `pixels` are red, green and blue of `[side, side]`, rows from top to bottom. Blocks until they are computed;
+    /// bounded in time. Steps in flight still read the slot's old embeddings. Panics if [`Limits::images`] is `None`.
+    fn encode_image(&mut self, slot: u32, pixels: &[u8]) -> Result<(), RunnerError> {
+        panic!("an image of {} bytes for slot {slot} of a model that takes none", pixels.len())
     }
 
     /// Whether there is a draft model, which drafts what this model will draw.

@@ -393,6 +393,7 @@ mod tests {
             start,
             input: if ids == 0 { Input::LastSampled } else { Input::Ids(vec![7; ids]) },
             blocks: Vec::new(),
+            images: Vec::new(),
             history: None,
         });
         Batch { sequences: each.collect(), ..Batch::default() }

@@ -154,6 +154,7 @@ impl ModelRunner {
             start: depth,
             input: Input::Ids(vec![1; tokens]),
             blocks,
+            images: Vec::new(),
             history: None,
         };
         let batch = Batch { sequences: vec![sequence], ..Batch::default() };

@@ -283,6 +283,7 @@ fn submit(model: &mut ModelRunner, pieces: &[Piece<'_>]) -> Ticket {
             BlockList { first: 0, ids: (slot * blocks..(slot + 1) * blocks).collect() },
             BlockList { first: 0, ids: (slot * blocks..(slot + 1) * blocks).rev().collect() },
         ],
+        images: Vec::new(),
         history: None,
     };
     let batch = Batch { sequences: pieces.iter().map(sequence).collect(), ..Batch::default() };
@@ -419,6 +420,7 @@ fn prompt_batch(model: &ModelRunner, tokens: &[u32]) -> Batch {
         start: 0,
         input: Input::Ids(tokens.to_vec()),
         blocks: vec![BlockList { first: 0, ids }; model.limits().kv.pools.len()],
+        images: Vec::new(),
         history: None,
     };
     Batch { sequences: vec![sequence], ..Batch::default() }

@@ -32,6 +32,7 @@ pub fn fake_limits() -> Limits {
         vocab_size: 512,
         hidden_size: 3,
         step_bytes: Vec::new(),
+        images: None,
     }
 }
 

@@ -248,5 +248,5 @@ pub(super) fn batch_entry(
     history: Option<Vec<u32>>,
 ) -> BatchSequence {
     let blocks = sequence.table.blocks().to_vec();
-    BatchSequence { slot: slot_of(sequence), start, input, blocks, history }
+    BatchSequence { slot: slot_of(sequence), start, input, blocks, images: Vec::new(), history }
 }

@@ -136,6 +136,7 @@ impl PaperModel {
                 start: positions.start,
                 input: Input::Ids(vec![0; positions.len()]),
                 blocks: vec![BlockList { first: 0, ids }; limits.kv.pools.len()],
+                images: Vec::new(),
                 history: None,
             }
         };
