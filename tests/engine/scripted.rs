@@ -1440,6 +1440,7 @@ fn random_limits(rng: &mut ChaCha8Rng) -> Limits {
         vocab_size: 512,
         hidden_size: 3,
         step_bytes: Vec::new(),
+        images: None,
     }
 }
 
