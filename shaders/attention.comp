@@ -1,11 +1,11 @@
-// Causal attention over a sequence's paged KV cache, optionally with a sliding window. Computes partial results of some
-// tokens over some keys ("partials", common/softmax.glsl), which attention_merge.comp merges.
+// Causal attention over a sequence's paged KV cache, optionally with a sliding window. The tokens of an image also see the
+// tokens after them, to the end of their image. Computes partial results of some tokens over some keys ("partials", common/softmax.glsl), which attention_merge.comp merges.
 //
 //   q  f32 [tokens, num_kv_heads * GROUP, HEAD_DIM], after QK-norm, RoPE and the query scale
 //   k_cache, v_cache  blocks of keys and of values (common/kv.glsl)
 //   block_tables [sequences][max_blocks]
 //   partials  f32 [slots, num_kv_heads * GROUP, HEAD_DIM / 4 + 1, 4]: values; then largest score, sum of weights
-//   window  number of keys that a token sees, including its own; 0: all
+//   window  number of keys that a token sees up to its own; 0: all
 //
 // A workgroup processes an item and a KV head, counted from `first_kv_head`. An item is some neighbouring tokens of one
 // sequence and some neighbouring splits of its keys. The workgroup processes the splits in order, and writes one
@@ -50,6 +50,8 @@ struct Item {
     // Slot of the first token's partial, and the distance to the slot of the next token.
     uint slot;
     uint stride;
+    // The last position that all tokens see. Without an image, it is 0, and each token sees up to its own position.
+    uint sees_to;
 };
 layout(buffer_reference, std430, buffer_reference_align = 16) readonly buffer Items { Item at[]; };
 
@@ -68,6 +70,16 @@ layout(push_constant, std430) uniform Push {
     // The KV head of the workgroups with y = 0.
     uint first_kv_head;
 };
+
+// The last position that a token of an item sees, and that any of them does.
+uint last_seen(Item item, uint token) { return max(item.position + token, item.sees_to); }
+uint last_seen_by_any(Item item) { return last_seen(item, item.tokens - 1); }
+
+// The first position that a token of an item sees.
+uint first_seen(Item item, uint token) {
+    const uint position = item.position + token;
+    return window > 0 && position >= window ? position - window + 1 : 0;
+}
 
 // The number, among all partials, of the partial of a row of an item: a query head of one of its tokens.
 uint partial_at(Item item, uint kv_head, uint row) {

@@ -81,15 +81,14 @@ void main() {
     [[unroll]] for (uint r = 0; r < ROWS; r++) {
         const uint index = team * ROWS + r;
         const uint token = min(index / GROUP, item.tokens - 1);
-        last[r] = item.position + token;
-        first[r] = window > 0 && last[r] >= window ? last[r] - window + 1 : 0;
+        first[r] = first_seen(item, token);
+        last[r] = last_seen(item, token);
         all_from = max(all_from, first[r]);
         all_to = min(all_to, last[r]);
         const uint row = ((item.token + token) * num_kv_heads + kv_head) * GROUP + index % GROUP;
         query[r] = address_after(uvec2(q), 16 * row * FOURS);
     }
-    const uint lowest = window > 0 && item.position >= window ? item.position - window + 1 : 0;
-    const uint highest = item.position + item.tokens - 1;
+    const uint lowest = first_seen(item, 0), highest = last_seen_by_any(item);
     const uint table = item.sequence * max_blocks, rows = num_kv_heads * block_size, unit_stride = block_size * UNIT;
 
     for (uint n = 0; n < item.splits; n++) {

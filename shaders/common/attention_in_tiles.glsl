@@ -211,10 +211,9 @@ void main() {
 
     // The row whose weights this invocation computes, which quarter of them, and the keys that the row sees.
     const uint own_row = lane / 4, quarter = lane % 4;
-    const uint own_last = item.position + min(own_row / GROUP, item.tokens - 1);
-    const uint own_first = window > 0 && own_last >= window ? own_last - window + 1 : 0;
-    const uint lowest = window > 0 && item.position >= window ? item.position - window + 1 : 0;
-    const uint highest = item.position + item.tokens - 1;
+    const uint own_token = min(own_row / GROUP, item.tokens - 1);
+    const uint own_first = first_seen(item, own_token), own_last = last_seen(item, own_token);
+    const uint lowest = first_seen(item, 0), highest = last_seen_by_any(item);
 
     [[dont_unroll]] for (uint n = 0; n < item.splits; n++) {
         const uint split = item.first_split + n;

@@ -125,9 +125,11 @@ pub struct Item {
     pub slot: u32,
     /// Distance from a token's slot to the next token's slot.
     pub stride: u32,
+    /// The last position that all tokens see. Without an image, it is 0, and each token sees up to its own position.
+    pub sees_to: u32,
 }
 
-/// Neighbouring tokens of one sequence in a step.
+/// Neighbouring tokens of one sequence in a step: of text, or of one image.
 #[derive(Debug, Clone, Copy)]
 pub struct Run {
     /// Row of the first token in the step.
@@ -137,6 +139,15 @@ pub struct Run {
     pub tokens: usize,
     /// Row of the sequence in the block tables.
     pub sequence: usize,
+    /// The last position that all tokens see, of an image. `None`: each token sees up to its own position.
+    pub sees_to: Option<usize>,
+}
+
+impl Run {
+    /// The last position that any of the tokens sees.
+    fn last_seen(&self) -> usize {
+        self.sees_to.unwrap_or(0).max(self.start + self.tokens - 1)
+    }
 }
 
 /// Numbers of slots for the partials of single tokens and of tiles. Each token of a step needs at least one slot.
@@ -212,7 +223,7 @@ impl Shares {
                 let run = Run { row, start: run.start + row - run.row, tokens: count, ..*run };
                 let splits = shape.splits();
                 let first_split = splits.of_key(shape.first_key(run.start));
-                let last_split = splits.of_key(run.start + count - 1);
+                let last_split = splits.of_key(run.last_seen());
                 let span = Span { run, first_split, splits: last_split - first_split + 1, is_split: false };
                 let is_single = count == 1 && single.len() < room.single;
                 if is_single {
@@ -287,6 +298,7 @@ fn emit(span: &Span, next: &mut usize, flag: u32, items: &mut Vec<Item>, merges:
             splits: each as u32,
             slot: (slot + n) as u32,
             stride: count as u32,
+            sees_to: run.sees_to.unwrap_or(0) as u32,
         });
     }
     for (i, merge) in merges[run.row..run.row + run.tokens].iter_mut().enumerate() {
@@ -391,7 +403,7 @@ mod tests {
             // The step has sequences of one token and of several tokens, followed by padding tokens.
             let (mut runs, mut row) = (Vec::new(), 0);
             for (sequence, (start, tokens)) in starts.into_iter().zip([1, 1, 40, 17, 3]).enumerate() {
-                runs.push(Run { row, start, tokens, sequence });
+                runs.push(Run { row, start, tokens, sequence, sees_to: None });
                 row += tokens;
             }
             for (single, tiles) in [(512, 1000), (2, 62), (0, 62), (5, 80)] {
@@ -435,7 +447,7 @@ mod tests {
         let room = Room { single: 512, tiles: 512 };
         let workgroups = |start: usize, window: Option<usize>| {
             let shape = shape(32, 16, window);
-            let run = Run { row: 0, start, tokens: 1, sequence: 0 };
+            let run = Run { row: 0, start, tokens: 1, sequence: 0, sees_to: None };
             Shares::new(&shape, &[run], 1, 1, room).single.len() * 16
         };
         assert_eq!([1023, 8191, 131_071].map(|start| workgroups(start, None)), [64, 320, 1088]);

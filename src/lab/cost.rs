@@ -697,7 +697,8 @@ mod tests {
         let heads = Heads { num_heads: 32, num_kv_heads: 16, head_dim: 128, kv: KvDtype::F16 };
         let wants = Wants { floats: true, blocks: false };
         let cost = |positions: Range<usize>, window| {
-            let run = Run { row: 0, start: positions.start, tokens: positions.len(), sequence: 0 };
+            let run =
+                Run { row: 0, start: positions.start, tokens: positions.len(), sequence: 0, sees_to: None };
             let room = Room { single: 512, tiles: 512 };
             let shares = Shares::new(&heads.shape(window), &[run], run.tokens, run.tokens, room);
             let [single, tiles] = attention_of(KvDtype::F16);

@@ -583,7 +583,7 @@ impl Make<'_> {
         };
         let tables: Vec<u32> = (0..(sequences * max_blocks) as u32).collect();
         let all = sequences * tokens;
-        let run = |s: usize| Run { row: s * tokens, start: depth, tokens, sequence: s };
+        let run = |s: usize| Run { row: s * tokens, start: depth, tokens, sequence: s, sees_to: None };
         let runs: Vec<Run> = (0..sequences).map(run).collect();
         let shares = Shares::new(shape, &runs, all, all, partials(all));
         let mut items = |items: &[Item]| (!items.is_empty()).then(|| self.words(items)).transpose();

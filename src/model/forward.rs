@@ -156,13 +156,24 @@ impl ModelRunner {
         rows: Range<usize>,
     ) {
         self.record_projections(recorder, index, step, rows.clone());
+        self.record_attention(recorder, index, step, &rows);
+        self.record_rest(recorder, index, rows);
+    }
+
+    /// The attention of a layer.
+    pub(super) fn record_attention(
+        &self,
+        recorder: &mut Recorder<'_>,
+        index: usize,
+        step: &StepArrays,
+        rows: &Range<usize>,
+    ) {
         let attention = &self.layers[index].attention;
         // The items of attention count rows from the step's first token, so the queries are not cut to `rows`.
         let Scratch { q: all_queries, partials, .. } = &self.layers[index].scratch;
-        let attended = self.attended(index, &rows);
+        let attended = self.attended(index, rows);
         recorder.label(if attention.shape.window.is_some() { "sliding" } else { "full" });
         self.kernels.attention(recorder, attention, (all_queries, partials), step, &attended, rows.len());
-        self.record_rest(recorder, index, rows);
     }
 
     /// The result of a layer's attention for some rows, in the form that the output projection takes.

@@ -254,7 +254,9 @@ impl ModelRunner {
     ) -> Result<(), RunnerError> {
         let shares = batch.sequences.iter().map(|sequence| (sequence.start, sequence.input.len()));
         self.device.count_read(Class::KvCache, self.kv_bytes_seen(shares));
-        let Some(mut coprocessor) = self.coprocessor.take() else {
+        // A coprocessor computes causal attention only.
+        let has_images = batch.sequences.iter().any(|sequence| !sequence.images.is_empty());
+        let Some(mut coprocessor) = self.coprocessor.take_if(|_| !has_images) else {
             return Ok(self.run_keeping(index, batch, wanted, None)?);
         };
         let left = coprocessor.run(self, index, batch, wanted);
@@ -327,6 +329,18 @@ impl ModelRunner {
             StepPart::Layer { layer, rows } => {
                 let step = frame.arrays(self.layers[*layer].pool, padded, Some(rows));
                 self.record_layer(r, *layer, &step, rows.clone());
+                self.record_used_experts(r, frame, *layer);
+            }
+            StepPart::Projections { layer, rows } => {
+                let step = frame.arrays(self.layers[*layer].pool, padded, None).rows(rows);
+                self.record_projections(r, *layer, &step, rows.clone());
+            }
+            StepPart::Attention { layer, rows } => {
+                let step = frame.arrays(self.layers[*layer].pool, padded, Some(rows));
+                self.record_attention(r, *layer, &step, rows);
+            }
+            StepPart::Rest { layer, rows } => {
+                self.record_rest(r, *layer, rows.clone());
                 self.record_used_experts(r, frame, *layer);
             }
             StepPart::Closing => self.record_closing(r, frame, wanted, batch.num_tokens()),
@@ -439,6 +453,7 @@ impl ModelRunner {
                     as u64,
             })
         };
+        let has_images = batch.sequences.iter().any(|s| !s.images.is_empty());
         // The layers of a pool have the same work.
         let work = |pool: usize| {
             let layer = self.layers.iter().position(|layer| layer.pool == pool)?;
@@ -450,6 +465,8 @@ impl ModelRunner {
                 reading: row * seen(window, true),
                 attention: 2 * heads.q_width() as u64 * seen(window, false),
                 shared: shared(layer, window, row),
+                projected_first: has_images
+                    .then(|| memory::projection_macs_per_token(&c.tensors.layers[layer])),
             })
         };
         let works: Vec<Option<LayerWork>> = (0..self.limits.kv.pools.len()).map(work).collect();

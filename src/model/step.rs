@@ -19,7 +19,8 @@ use super::rates::WorkAmount;
 use super::spec::ModelSpec;
 use super::submits::{SEGMENT_LAYERS, StepPart, Submit};
 use super::{
-    Batch, BatchSequence, Draw, Input, Limits, Logprobs, MAX_BIASES, MAX_LOGPROBS, Sampled, first_seen,
+    Batch, BatchSequence, Draw, ImageLimits, ImageSpan, Input, Limits, Logprobs, MAX_BIASES, MAX_LOGPROBS,
+    Sampled, first_seen,
 };
 use crate::gpu::placement::{Class, MemoryKind};
 use crate::gpu::{Arena, Buffer, CommandBuffer, Device, GpuError, Recorder, Submission};
@@ -349,6 +350,7 @@ impl Frame {
                 assert!(list.end() * block_size >= end && list.end() <= table_blocks, "block table");
                 assert!(list.first * block_size <= first_seen(pool.window, sequence.start), "window");
             }
+            check_images(limits, sequence);
             slots[row] = sequence.slot;
             if let Some(known) = &sequence.history {
                 assert_eq!(known.len(), sequence.start, "history");
@@ -406,12 +408,11 @@ impl Frame {
         rows: &[Range<usize>],
     ) {
         let mut row = 0;
-        let run = |(i, sequence): (usize, &BatchSequence)| {
-            let run = Run { row, start: sequence.start, tokens: sequence.input.len(), sequence: i };
-            row += run.tokens;
-            run
-        };
-        let runs: Vec<Run> = batch.sequences.iter().enumerate().map(run).collect();
+        let mut runs = Vec::new();
+        for (i, sequence) in batch.sequences.iter().enumerate() {
+            runs.extend(runs_of(sequence, i, row));
+            row += sequence.input.len();
+        }
         let room = memory::partials(limits.max_batch_tokens);
         let shares = Shares::in_parts(shape, &runs, rows, room);
         let ShareArrays { single, tiles, groups, merges } = &self.pools[pool].shares;
@@ -489,6 +490,38 @@ impl Frame {
         self.used_experts.read(0, &mut used_experts);
         Sampled { ids, logprobs, pooled: pooled.collect(), used_experts: used_experts[0] }
     }
+}
+
+/// Panics if the images of a sequence break the limits, which is a bug of the caller.
+fn check_images(limits: &Limits, sequence: &BatchSequence) {
+    let mut end = 0;
+    for span in &sequence.images {
+        let ImageLimits { tokens, slots, .. } = limits.images.expect("an image for a model that takes some");
+        assert!(span.start >= end && span.tokens > 0, "images of a sequence overlap");
+        assert!((span.slot as usize) < slots && span.row + span.tokens == tokens, "the rows of an image");
+        assert!(span.row == 0 || span.start == 0, "an input that lacks the beginning of an image");
+        end = span.start + span.tokens;
+    }
+    assert!(end <= sequence.input.len(), "an image after the input");
+}
+
+/// The runs of a sequence whose first token is in `row`: its images, and the texts between them.
+fn runs_of(sequence: &BatchSequence, index: usize, row: usize) -> Vec<Run> {
+    let run = |tokens: Range<usize>, is_image: bool| Run {
+        row: row + tokens.start,
+        start: sequence.start + tokens.start,
+        tokens: tokens.len(),
+        sequence: index,
+        sees_to: is_image.then_some(sequence.start + tokens.end - 1),
+    };
+    let (mut runs, mut end) = (Vec::new(), 0);
+    for &ImageSpan { start, tokens, .. } in &sequence.images {
+        runs.extend([run(end..start, false), run(start..start + tokens, true)]);
+        end = start + tokens;
+    }
+    runs.push(run(end..sequence.input.len(), false));
+    runs.retain(|run| run.tokens > 0);
+    runs
 }
 
 fn share_arrays(input: &Buffer, limits: &Limits) -> ShareArrays {

@@ -2,7 +2,8 @@
 //!
 //! A submit should take no longer than the device's driver, or a desktop on the same device, can wait. If a segment
 //! takes too long, its layers are submitted one by one; if a layer takes too long, its tokens are submitted in parts. A
-//! layer can be cut by tokens because a token needs only the keys and values of the tokens before it.
+//! layer can be cut by tokens because a token needs only the keys and values of the tokens before it. The tokens of an image
+//! need those of the whole image: in a step with images, all tokens are projected before the first part of attention.
 //!
 //! A layer in which a coprocessor takes part is cut where the host passes inputs to the coprocessor, and where the host
 //! takes its output: a submit ends with [`StepPart::Gather`], and one begins with [`StepPart::Join`].
@@ -27,17 +28,17 @@ pub(crate) enum StepPart {
     Segment(Range<usize>),
     /// One layer, for some of the step's tokens.
     Layer { layer: usize, rows: Range<usize> },
-    /// The work before attention in a layer whose attention is shared, for some of the step's tokens.
+    /// The work before attention in a layer that is cut around attention, for some of the step's tokens.
     Projections { layer: usize, rows: Range<usize> },
     /// Writes the coprocessor's inputs. The submit ends with it, because the host reads them.
     Gather { layer: usize },
-    /// The device's own share of attention, for some of the step's tokens.
+    /// Attention, or the device's own share of it, for some of the step's tokens.
     Attention { layer: usize, rows: Range<usize> },
     /// The coprocessor's share, computed by the device because the coprocessor failed. No plan has this part.
     Recompute { layer: usize, rows: Range<usize> },
     /// Takes the coprocessor's output. A submit begins with it, because the host waits for the coprocessor before it.
     Join { layer: usize },
-    /// The work after attention in a layer whose attention is shared, for some of the step's tokens.
+    /// The work after attention in a layer that is cut around attention, for some of the step's tokens.
     Rest { layer: usize, rows: Range<usize> },
     /// The work after the layers: the logits, and the draws from them.
     Closing,
@@ -62,6 +63,8 @@ pub(super) struct LayerWork {
     pub attention: u64,
     /// How attention is shared with a coprocessor, if it is.
     pub shared: Option<SharedWork>,
+    /// Number of weights of the matrices before attention, if a token may see tokens after it.
+    pub projected_first: Option<u64>,
 }
 
 /// The work of a layer whose attention is shared with a coprocessor.
@@ -81,10 +84,13 @@ pub(super) struct SharedWork {
 impl LayerWork {
     /// The layer's work for `rows` of the step's `tokens` tokens.
     fn of(&self, rows: usize, tokens: usize) -> WorkAmount {
+        WorkAmount::products(self.weights, rows) + self.attention_of(rows, tokens)
+    }
+
+    /// The attention of `rows` of the step's `tokens` tokens.
+    fn attention_of(&self, rows: usize, tokens: usize) -> WorkAmount {
         let share = |of: u64| (u128::from(of) * rows as u128 / tokens as u128) as u64;
-        WorkAmount::products(self.weights, rows)
-            + WorkAmount::reading(share(self.reading))
-            + WorkAmount::attention(share(self.attention))
+        WorkAmount::reading(share(self.reading)) + WorkAmount::attention(share(self.attention))
     }
 
     /// The number of tokens of each part, such that no part is expected to take longer than `limit`.
@@ -157,6 +163,16 @@ impl Cutting<'_> {
         }
     }
 
+    /// Adds a layer, all of whose tokens are projected before attention.
+    fn add_in_stages(&mut self, layer: usize, work: &LayerWork, projections: u64) {
+        let products = |weights: u64| move |rows: Range<usize>| WorkAmount::products(weights, rows.len());
+        let tokens = self.tokens;
+        self.add_rows(|rows| StepPart::Projections { layer, rows }, products(projections));
+        let attention = |rows: Range<usize>| work.attention_of(rows.len(), tokens);
+        self.add_rows(|rows| StepPart::Attention { layer, rows }, attention);
+        self.add_rows(|rows| StepPart::Rest { layer, rows }, products(work.weights - projections));
+    }
+
     /// Adds a layer whose attention is shared.
     fn add_shared(&mut self, layer: usize, work: &LayerWork, shared: &SharedWork) {
         let tokens = self.tokens;
@@ -209,6 +225,10 @@ pub(super) fn plan(
                 continue;
             }
             let each = work.rows(tokens, rates, limit);
+            if let Some(projections) = work.projected_first.filter(|_| each < tokens) {
+                cutting.add_in_stages(layer, work, projections);
+                continue;
+            }
             for first in (0..tokens).step_by(each) {
                 let rows = first..(first + each).min(tokens);
                 let share = work.of(rows.len(), tokens);
@@ -262,7 +282,13 @@ mod tests {
         let works = |attention: &[u64]| -> Vec<LayerWork> {
             attention
                 .iter()
-                .map(|&attention| LayerWork { weights: 0, reading: 0, attention, shared: None })
+                .map(|&attention| LayerWork {
+                    weights: 0,
+                    reading: 0,
+                    attention,
+                    shared: None,
+                    projected_first: None,
+                })
                 .collect()
         };
         let parts = |layers: &[LayerWork], tokens, closing: Option<u64>, ms| -> Vec<Vec<StepPart>> {
@@ -292,7 +318,8 @@ mod tests {
         );
         assert_eq!(parts(&works(&[9000]), 7, Some(1), 1), [vec![Opening, layer(0, 0..7)], vec![Closing]]);
         // Eight tokens read the weights once, and the ninth reads them again: smaller parts would read them as often.
-        let weights = [LayerWork { weights: 100, reading: 0, attention: 0, shared: None }];
+        let weights =
+            [LayerWork { weights: 100, reading: 0, attention: 0, shared: None, projected_first: None }];
         assert_eq!(parts(&weights, 9, None, 25), [[Opening, Segment(0..1)]]);
         assert_eq!(parts(&weights, 9, None, 1), [vec![Opening, layer(0, 0..8)], vec![layer(0, 8..9)]]);
         let all = plan(&works(&[50; 7]), 40, Some((WorkAmount::attention(3), true)), &rates, 21 * MS);
@@ -302,10 +329,34 @@ mod tests {
     }
 
     #[test]
+    fn all_tokens_of_a_step_with_images_are_projected_before_attention() {
+        use StepPart::{Attention, Closing, Opening, Projections, Rest, Segment};
+        let rates = rates(10_000.0, 10_000.0, 1000.0);
+        // For 40 tokens: 40 ms of projections, 60 ms of attention, and 80 ms of other products.
+        let projected_first = Some(10);
+        let layer = LayerWork { weights: 30, reading: 0, attention: 60, shared: None, projected_first };
+        let closing = Some((WorkAmount::attention(1), false));
+        let parts = |ms| -> Vec<Vec<StepPart>> {
+            let all = plan(std::slice::from_ref(&layer), 40, closing, &rates, ms * MS);
+            all.into_iter().map(|submit| submit.parts).collect()
+        };
+        assert_eq!(parts(1000), [[Opening, Segment(0..1), Closing]], "in one go");
+        let expected = [
+            vec![Opening, Projections { layer: 0, rows: 0..40 }],
+            vec![Attention { layer: 0, rows: 0..24 }],
+            vec![Attention { layer: 0, rows: 24..40 }],
+            vec![Rest { layer: 0, rows: 0..24 }],
+            vec![Rest { layer: 0, rows: 24..40 }, Closing],
+        ];
+        assert_eq!(parts(50), expected);
+    }
+
+    #[test]
     fn a_layer_that_is_shared_is_cut_where_the_host_hands_over() {
         use StepPart::{Attention, Closing, Gather, Join, Opening, Projections, Rest, Segment};
         let rates = rates(10_000.0, 10_000.0, 1000.0);
-        let plain = |attention| LayerWork { weights: 0, reading: 0, attention, shared: None };
+        let plain =
+            |attention| LayerWork { weights: 0, reading: 0, attention, shared: None, projected_first: None };
         // Attention has 10 multiply-adds, 6 of them for the shared rows, and half of those are the device's own.
         let shared = SharedWork { rows: 3..36, projections: 0, gathered: 0, all: 6, own: 3 };
         let shared = LayerWork { shared: Some(shared), ..plain(10) };
@@ -382,6 +433,7 @@ mod tests {
                     reading: 0,
                     attention: 2 * Self::HEADS * keys * tokens as u64,
                     shared: None,
+                    projected_first: None,
                 })
                 .collect();
             let closing = (WorkAmount::draws(1_409_000_000, 1), false);
@@ -434,6 +486,7 @@ mod tests {
                 reading: 0,
                 attention: 2 * Clock::HEADS * 131_072 * 128,
                 shared: None,
+                projected_first: None,
             };
             let near = LayerWork { attention: 2 * Clock::HEADS * 1024 * 128, ..deep.clone() };
             let [deep, near] = [deep, near].map(|layer| wide.truth(&StepPart::Segment(0..1), &[layer], 128));

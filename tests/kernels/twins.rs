@@ -1,6 +1,7 @@
 //! Every kernel against its twin, a CPU implementation of the same function: odd shapes and tails, and seeded random
 //! data. Outputs are NaN before each run, and so is all memory that a kernel must not read.
 
+use std::ops::Range;
 use std::os::unix::process::ExitStatusExt;
 use std::process::Command;
 
@@ -449,6 +450,12 @@ impl Attended {
         Attended { paged, kv, cached, attention, arrays, q }
     }
 
+    /// The same with images at these positions of the sequences.
+    fn with_images(mut self, images: &[(usize, Range<usize>)]) -> Attended {
+        self.paged.images = images.to_vec();
+        self
+    }
+
     fn tokens(&self) -> usize {
         self.paged.tokens().len()
     }
@@ -479,7 +486,7 @@ impl Attended {
                 let kv_head = head / (shape.num_heads / shape.num_kv_heads);
                 let [k, v] = [0, 1].map(|i| {
                     let row = |p| paged.read(&cached[i], *kv, CACHED[i], (s, p, kv_head));
-                    (first..=position).map(row).collect::<Vec<_>>()
+                    (first..=paged.last_seen(s, position)).map(row).collect::<Vec<_>>()
                 });
                 let [k, v] = [&k, &v].map(|rows| rows.iter().map(Vec::as_slice).collect::<Vec<_>>());
                 let at = (t * shape.num_heads + head) * d;
@@ -615,6 +622,32 @@ fn attention_has_the_same_bits_for_every_division_of_the_work() {
             attended.check(&mut b, &format!("{shape:?}, {kv}, queries of {spread}"));
         }
     }
+}
+
+/// Images in the middle, at the beginning and at the end; in neighbours; longer than a window, a tile and a split; and of
+/// which the step has the end only.
+#[test]
+fn tokens_of_an_image_see_all_of_it_and_keep_their_bits() {
+    let mut b = Bench::new(35);
+    let cases = [
+        (shape(4, 2, 32, 16, None), &[(210, 200), (65, 1), (30, 30)][..], &[(0, 40..170), (2, 0..30)][..]),
+        (shape(4, 2, 64, 16, Some(24)), &[(120, 110), (90, 40)], &[(0, 20..90), (1, 60..75), (1, 75..90)]),
+        (shape(2, 2, 72, 16, None), &[(144, 144)], &[(0, 0..144)]),
+        (shape(16, 1, 36, 5, Some(7)), &[(40, 13), (33, 1)], &[(0, 20..39), (1, 30..33)]),
+    ];
+    for (shape, sequences, images) in cases {
+        for kv in KvDtype::ALL {
+            let attended = Attended::new(&mut b, shape, kv, 3.0, sequences).with_images(images);
+            attended.check(&mut b, &format!("{shape:?}, {kv}, images"));
+            attended.check_twin(&mut b, attended.paged.room());
+        }
+    }
+    let tile = AttentionTile::emulated([16, 16, 16]).expect("the kernel can use it");
+    b.attention = AttentionBy::Subgroups(tile);
+    let tiled = shape(4, 2, 48, 16, Some(24));
+    let attended = Attended::new(&mut b, tiled, KvDtype::F16, 1.0, &[(120, 110)]).with_images(&[(0, 20..90)]);
+    attended.check(&mut b, "emulated tiles, images");
+    attended.check_twin(&mut b, attended.paged.room());
 }
 
 /// After 16 blocks of 64 keys, splits are four times as long. After 128 blocks, they are sixteen times as long.

@@ -417,6 +417,8 @@ pub struct Paged {
     pub sequences: Vec<(usize, usize)>,
     pub tables: Vec<Vec<u32>>,
     pub num_blocks: usize,
+    /// Images: their sequence, and the positions of their tokens.
+    pub images: Vec<(usize, Range<usize>)>,
 }
 
 impl Paged {
@@ -431,7 +433,7 @@ impl Paged {
                     .collect()
             })
             .collect();
-        Paged { shape, sequences: sequences.to_vec(), tables, num_blocks }
+        Paged { shape, sequences: sequences.to_vec(), tables, num_blocks, images: Vec::new() }
     }
 
     /// The sequence and position of every token in the batch.
@@ -530,14 +532,25 @@ impl Paged {
         Room { single: tokens + 64, tiles: tokens + 64 }
     }
 
+    /// The last position that a token sees.
+    pub fn last_seen(&self, sequence: usize, position: usize) -> usize {
+        let image =
+            |(of, positions): &&(usize, Range<usize>)| *of == sequence && positions.contains(&position);
+        self.images.iter().find(image).map_or(position, |(_, positions)| positions.end - 1)
+    }
+
     pub fn runs(&self) -> Vec<Run> {
-        let mut row = 0;
-        let run = |(sequence, &(len, new)): (usize, &(usize, usize))| {
-            let run = Run { row, start: len - new, tokens: new, sequence };
-            row += new;
-            run
-        };
-        self.sequences.iter().enumerate().map(run).collect()
+        let mut runs: Vec<Run> = Vec::new();
+        for (row, (sequence, start)) in self.tokens().into_iter().enumerate() {
+            let last = self.last_seen(sequence, start);
+            let is_image = self.images.iter().any(|(of, at)| *of == sequence && at.contains(&start));
+            let sees_to = is_image.then_some(last);
+            match runs.last_mut() {
+                Some(run) if run.sequence == sequence && run.sees_to == sees_to => run.tokens += 1,
+                _ => runs.push(Run { row, start, tokens: 1, sequence, sees_to }),
+            }
+        }
+        runs
     }
 
     pub fn arrays(&self, b: &mut Bench) -> StepArrays {

@@ -960,8 +960,8 @@ impl Make<'_> {
         };
         let (lists, block_tables) = (space.part(CaseBuffer::Items), space.part(CaseBuffer::BlockTable));
         let runs = [
-            Run { row: 0, start: first, tokens: NEW_TOKENS, sequence: 0 },
-            Run { row: NEW_TOKENS, start: inputs::KEYS - 1, tokens: 1, sequence: 0 },
+            Run { row: 0, start: first, tokens: NEW_TOKENS, sequence: 0, sees_to: None },
+            Run { row: NEW_TOKENS, start: inputs::KEYS - 1, tokens: 1, sequence: 0, sees_to: None },
         ];
         for (index, (what, window)) in (0..).zip([("all", None), ("window", Some(inputs::WINDOW))]) {
             let shape = self.shape(window);
