@@ -14,7 +14,7 @@ use serde::{Deserialize, Serialize};
 use strum::{IntoStaticStr, VariantArray};
 use toml::{Table, Value};
 
-use crate::tensor::{KvDtype, Precision, QuantizeMode, option_values};
+use crate::tensor::{KvDtype, Precision, QuantizeMode, VisionMode, option_values};
 
 option_values!(LogFormat, FfnHeap, KvChoice, SharePrefixes, NpuMode, NpuPreference, NpuSharing);
 
@@ -128,6 +128,8 @@ pub struct Model {
     pub draft: Option<String>,
     pub quantize: QuantizeMode,
     pub precision: Precision,
+    /// Whether the tower that reads images is loaded.
+    pub vision: VisionMode,
 }
 
 #[derive(Debug, Clone, PartialEq, Deserialize)]
@@ -174,6 +176,8 @@ pub struct ServedModel {
     pub quantize: Option<String>,
     /// (`model`)
     pub precision: Option<String>,
+    /// (`model`)
+    pub vision: Option<String>,
     /// Tokens (`engine`).
     pub context: Option<u32>,
     /// (`engine`)
@@ -544,6 +548,7 @@ impl Config {
         let changed = [
             ("model", "quantize", model.quantize.clone().map(Value::from)),
             ("model", "precision", model.precision.clone().map(Value::from)),
+            ("model", "vision", model.vision.clone().map(Value::from)),
             ("engine", "context", model.context.map(Value::from)),
             ("engine", "sequences", sequences.map(Value::from)),
             ("engine", "idle_unload_s", model.ttl_s.map(Value::from)),

@@ -12,7 +12,7 @@ use crate::model::SamplingOptions;
 use crate::model::arch;
 use crate::model::spec::Shape;
 use crate::model::tensors::{InputGroup, Role, TensorSpec};
-use crate::tensor::{Bits, Precision, QuantizeMode, Scales, Scheme};
+use crate::tensor::{Bits, Precision, QuantizeMode, Scales, Scheme, VisionMode};
 use crate::text::CallSyntax;
 
 #[derive(Debug, Parser)]
@@ -94,6 +94,13 @@ pub struct PrecisionOption {
     /// quantize: f32]
     #[arg(long, id = "model.precision", value_name = "MODE")]
     pub precision: Option<Precision>,
+}
+
+#[derive(Debug, Clone, Args)]
+pub struct VisionOption {
+    /// Load the tower with which a model reads images: auto (if it fits into memory), on, off
+    #[arg(long, id = "model.vision", value_name = "MODE")]
+    pub vision: Option<VisionMode>,
 }
 
 #[derive(Debug, Clone, Args)]
@@ -265,6 +272,8 @@ pub struct ServeOptions {
     /// Syntax in which the model calls tools [default: as its chat template writes calls]
     #[arg(long, id = "model.tool_call_parser", value_name = "NAME", value_parser = PossibleValuesParser::new(CallSyntax::names()))]
     pub tool_call_parser: Option<String>,
+    #[command(flatten)]
+    pub vision: VisionOption,
     /// Id of the model in the API [default: the folder's name]
     #[arg(long, id = "model.name", value_name = "NAME")]
     pub name: Option<String>,
@@ -572,6 +581,8 @@ pub struct Plan {
     pub sequences: u32,
     #[command(flatten)]
     pub quantize: QuantizeOption,
+    #[command(flatten)]
+    pub vision: VisionOption,
     #[command(flatten)]
     pub npu: NpuOption,
     #[command(flatten)]

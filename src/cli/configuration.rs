@@ -12,7 +12,7 @@ use clap::{ArgMatches, Id};
 use super::error::Error;
 use crate::config::{Config, Layer, NpuMode};
 use crate::file;
-use crate::tensor::{KvDtype, Precision};
+use crate::tensor::{KvDtype, Precision, VisionMode};
 
 const SYSTEM: &str = "/etc/unicorn";
 const SYSTEM_VARIABLE: &str = "UNICORN_CONFIG_DIR";
@@ -85,6 +85,10 @@ fn flags(matches: &ArgMatches) -> Layer {
         flags.set("npu.mode", NpuMode::Off.name());
         flags.set("kv.dtype", KvDtype::F32.name());
         flags.set("model.precision", Precision::F32.name());
+    }
+    // The other commands take texts only, or no model.
+    if !matches!(matches.subcommand_name(), Some("serve" | "device-process" | "plan" | "config")) {
+        flags.set("model.vision", VisionMode::Off.name());
     }
     let matches = last(matches);
     for id in matches.ids().map(Id::as_str).filter(|id| id.contains('.')) {

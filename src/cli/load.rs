@@ -301,6 +301,7 @@ pub fn on_device(
         max_batch_tokens: config.engine.prefill_chunk,
         sample_below,
         offload: npu.as_ref().and_then(Npu::limits),
+        vision: config.model.vision,
         ..LoadOptions::default()
     };
     let (machine, usable) = (device.machine(), device.machine().usable(&options.memory));

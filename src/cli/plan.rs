@@ -18,8 +18,9 @@ use crate::model::memory::{
     ChosenKv, DoesNotFit, DraftMemoryRequest, Fit, MAX_SEQUENCES, MemoryRequest, Schemes, quantize_modes,
 };
 use crate::model::spec::{ModelSpec, Shape};
+use crate::model::vision::TowerRequest;
 use crate::npu;
-use crate::tensor::{KvDtype, QuantizeMode, Scheme};
+use crate::tensor::{KvDtype, QuantizeMode, Scheme, VisionMode};
 
 /// The model to plan for.
 struct Subject {
@@ -36,8 +37,29 @@ struct Part {
     name: String,
     config: ModelSpec,
     schemes: Schemes,
+    /// The scheme of the matrices of its vision tower, if it is loaded with it.
+    tower: Option<Scheme>,
     /// Bytes of the files with weights; 0 if there are none.
     file_bytes: u64,
+}
+
+impl Part {
+    /// The memory of the tower, if the model is loaded with it.
+    fn tower(&self, config: &Config) -> Option<TowerRequest<'_>> {
+        let spec = self.config.vision.as_ref().ok()?.as_ref()?;
+        let precision = config.model.precision;
+        self.tower.map(|scheme| TowerRequest { spec, scheme, precision })
+    }
+}
+
+/// The request without a tower that does not fit and that is loaded only if it fits.
+fn without_large_tower<'a>(
+    request: MemoryRequest<'a>,
+    config: &Config,
+    fits: impl Fn(&MemoryRequest<'_>) -> bool,
+) -> MemoryRequest<'a> {
+    let is_optional = config.model.vision == VisionMode::Auto && request.vision.is_some();
+    if is_optional && !fits(&request) { MemoryRequest { vision: None, ..request } } else { request }
 }
 
 /// Memory that the system, the server and other programs need while a model is loaded.
@@ -105,7 +127,9 @@ pub fn plan(config: &Config, args: &args::Plan) -> Result<(), Error> {
     let Room { machine, limits, .. } = &room;
     let (sequences, wanted) = (args.sequences as usize, config.engine.context);
     let (request, kv) = request(&subject, config, &room, sequences);
-    let outcome = request.fit(machine, limits, wanted, sequences, &subject.others);
+    let fit = |request: &MemoryRequest<'_>| request.fit(machine, limits, wanted, sequences, &subject.others);
+    let request = without_large_tower(request, config, |request| fit(request).is_ok());
+    let outcome = fit(&request);
 
     let mut counts = vec![1, SEVERAL, sequences];
     counts.sort_unstable();
@@ -135,7 +159,10 @@ pub fn plan(config: &Config, args: &args::Plan) -> Result<(), Error> {
 pub fn fit(config: &Config, planned: &args::Planned, room: &Room) -> Result<Result<Fit, DoesNotFit>, Error> {
     let subject = subject(config, planned)?;
     let (request, _) = request(&subject, config, room, 1);
-    Ok(request.fit(&room.machine, &room.limits, config.engine.context, 1, &subject.others))
+    let context = config.engine.context;
+    let fit =
+        |request: &MemoryRequest<'_>| request.fit(&room.machine, &room.limits, context, 1, &subject.others);
+    Ok(fit(&without_large_tower(request, config, |request| fit(request).is_ok())))
 }
 
 /// The device memory of one of several models, whose contexts are whole, if `budget` bytes may be used.
@@ -146,7 +173,8 @@ pub fn bytes_to_serve(files: &ModelFiles, config: &Config, budget: u64) -> Resul
     let room = load::room_within(budget, config);
     let (request, _) = request(&subject, config, &room, 1);
     let (context, sequences) = (config.engine.context, config.engine.sequences);
-    let fit = request.fit(&room.machine, &room.limits, context, sequences, &[]);
+    let fit = |request: &MemoryRequest<'_>| request.fit(&room.machine, &room.limits, context, sequences, &[]);
+    let fit = fit(&without_large_tower(request, config, |request| fit(request).is_ok()));
     Ok(fit.map_err(|error| LoadError::from(Box::new(error)))?.plan.bytes())
 }
 
@@ -185,6 +213,7 @@ fn request<'a>(
             .draft
             .as_ref()
             .map(|d| DraftMemoryRequest { config: &d.config, schemes: d.schemes.clone() }),
+        vision: subject.model.tower(config),
     };
     let sequences = sequences.clamp(config.engine.sequences, MAX_SEQUENCES);
     let longest = request.longest_context();
@@ -205,7 +234,9 @@ fn part(files: &ModelFiles, config: &Config) -> Result<Part, Error> {
     let source = load::Source::open(files)?;
     let schemes = Schemes::of(&source.weights()?, config.model.quantize)?;
     let file_bytes = source.checkpoint.total_bytes();
-    Ok(Part { name: files.location(), config: source.config, schemes, file_bytes })
+    let (vision, precision) = (config.model.vision, config.model.precision);
+    let tower = source.tower_scheme(vision, precision, config.model.draft.is_some())?;
+    Ok(Part { name: files.location(), config: source.config, schemes, tower, file_bytes })
 }
 
 /// A draft model's weights keep the schemes of its files.
@@ -216,7 +247,7 @@ fn draft(path: &str, model: &ModelSpec) -> Result<Part, Error> {
         .map_err(|problem| Error::Argument(format!("{}: {problem}", files.display("config.json"))))?;
     let schemes = Schemes::of(&source.weights()?, QuantizeMode::None)?;
     let file_bytes = source.checkpoint.total_bytes();
-    Ok(Part { name: files.location(), config: source.config, schemes, file_bytes })
+    Ok(Part { name: files.location(), config: source.config, schemes, tower: None, file_bytes })
 }
 
 fn published(shape: Shape, args: &args::Planned) -> Subject {
@@ -245,7 +276,7 @@ fn published(shape: Shape, args: &args::Planned) -> Subject {
         };
         (format!("--scheme {scheme}"), of(target))
     });
-    let model = Part { name: shape.name.into(), config, schemes, file_bytes: 0 };
+    let model = Part { name: shape.name.into(), config, schemes, tower: None, file_bytes: 0 };
     Subject { model, draft: None, assumption: args.assumption(), others: others.into() }
 }
 

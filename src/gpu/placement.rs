@@ -68,10 +68,13 @@ pub enum Class {
     /// The weights of experts, of which a token uses a few.
     #[strum(serialize = "expert weights")]
     Experts,
+    /// The weights of the tower that reads images.
+    #[strum(serialize = "vision weights")]
+    Vision,
 }
 
 impl Class {
-    pub const ALL: [Class; 8] = *Self::VARIANTS.first_chunk().expect("all variants");
+    pub const ALL: [Class; 9] = *Self::VARIANTS.first_chunk().expect("all variants");
 
     pub const fn name(self) -> &'static str {
         self.into_str()
@@ -79,7 +82,7 @@ impl Class {
 
     /// Whether the buffer's bytes come from the checkpoint.
     pub const fn is_weights(self) -> bool {
-        matches!(self, Class::Attention | Class::Embedding | Class::Norms | Class::Ffn | Class::Experts)
+        !matches!(self, Class::Activations | Class::Staging | Class::KvCache)
     }
 }
 

@@ -12,6 +12,7 @@ pub(crate) mod operand;
 mod peak;
 pub(crate) mod pipelines;
 pub(crate) mod sampling;
+mod vision;
 mod weights;
 
 #[allow(missing_docs, clippy::identity_op, clippy::manual_div_ceil)]
@@ -35,6 +36,7 @@ pub use sampling::{
     Bias, DrawArrays, DrawScratch, History, LOGPROB_WORDS, Logits, MAX_LOGPROBS, NO_TOKEN, SampleRequest,
     draw_words, mask_words,
 };
+pub use vision::{LayerNorm, PixelScale, VisionKernels};
 pub use weights::{Embedding, Matrix, UploadError};
 
 use std::ops::Range;

@@ -538,7 +538,7 @@ pub fn body(shader: &Shader, constants: &[u32], program: &Program) -> Option<Bod
             Some(Body { trip, unrolled: 1, weights: 0, once: without(program, &[steady]), key_rounds: 0 })
         }
         // These kernels have one or two loops over a row.
-        ("rms" | "embed" | "moments" | "pool" | "adjust" | "peak", [])
+        ("rms" | "layer" | "average" | "embed" | "moments" | "pool" | "adjust" | "peak", [])
         | ("rms", [_] | [_, _])
         | ("qkv", [_, _, _]) => {
             let outer: Vec<usize> = program.inside(None).collect();
@@ -597,7 +597,7 @@ pub fn body(shader: &Shader, constants: &[u32], program: &Program) -> Option<Bod
             let trip = program.trip(*outer.first()?, &|_| 1);
             Some(Body { trip, unrolled: 1, weights: 0, once: without(program, &outer), key_rounds: 0 })
         }
-        ("history" | "quantize" | "offload" | "softcap", []) | ("glu", [_]) => None,
+        ("history" | "quantize" | "offload" | "softcap" | "patches", []) | ("glu" | "activate", [_]) => None,
         _ => panic!("{}: no case says which of its loops is the steady one", shader.name),
     }
 }
@@ -770,7 +770,8 @@ mod tests {
         let layers = LayerKind { experts: Some(experts), ..LayerKind::default() };
         for (shader, constants) in crate::kernels::all_pipelines(layers, 2, 128) {
             let found = body(shader, &constants, &program);
-            let has_none = ["history", "glu", "quantize", "softcap"].contains(&shader.kernel)
+            let has_none = ["history", "glu", "quantize", "softcap", "activate", "patches"]
+                .contains(&shader.kernel)
                 || shader.kernel.starts_with("offload_");
             assert_eq!(found.is_none(), has_none, "{}", shader.name);
         }

@@ -5,7 +5,7 @@ use super::memory::READBACK_ROWS;
 use super::model_runner::ModelRunner;
 use super::step::StepOutputs;
 use super::tensors::Inputs;
-use super::{Batch, BatchSequence, BlockList, Input, KvPool, RunnerError, first_seen};
+use super::{Batch, BatchSequence, BlockList, ImageSpan, Input, KvPool, RunnerError, first_seen};
 use crate::gpu::{Buffer, CommandBuffer, GpuError};
 
 impl ModelRunner {
@@ -76,25 +76,66 @@ impl ModelRunner {
     /// `each(first, rows)` gets rows of `vocab_size` f32 for positions `first..`, in order. Panics if the tokens do not
     /// fit the context.
     pub fn logits(&mut self, tokens: &[u32], each: &mut dyn FnMut(usize, &[f32])) -> Result<(), RunnerError> {
+        self.logits_with_images(tokens, &[], each)
+    }
+
+    /// [`ModelRunner::logits`] of tokens with images, whose spans count from the first token.
+    pub fn logits_with_images(
+        &mut self,
+        tokens: &[u32],
+        images: &[ImageSpan],
+        each: &mut dyn FnMut(usize, &[f32]),
+    ) -> Result<(), RunnerError> {
         assert!(self.in_flight.is_empty(), "logits while a step is in flight");
         assert!(tokens.len() <= self.limits.max_context, "{} tokens", tokens.len());
         let chunk = self.limits.max_batch_tokens.min(READBACK_ROWS);
         let (vocab, stride) = (self.config.vocab_size, self.scratch.logits.raw.stride);
         let mut padded = vec![0f32; chunk * stride];
         let mut rows = vec![0f32; chunk * vocab];
-        for (i, ids) in tokens.chunks(chunk).enumerate() {
-            let start = i * chunk;
-            let batch = self.alone(start, ids);
-            let all = StepOutputs { rows: (0..ids.len() as u32).collect(), ..StepOutputs::default() };
-            self.run(0, &batch, all)?;
-            self.wait_for(0)?;
-            let n = ids.len();
-            self.logits_readback.read(0, &mut padded[..n * stride]);
-            for (to, from) in rows.chunks_exact_mut(vocab).zip(padded.chunks_exact(stride)).take(n) {
-                to.copy_from_slice(&from[..vocab]);
+        let mut start = 0;
+        while start < tokens.len() {
+            // A step has whole images.
+            let wanted = (start + chunk).min(tokens.len());
+            let around = |image: &&ImageSpan| image.start < wanted && wanted < image.start + image.tokens;
+            let end = images.iter().find(around).map_or(wanted, |image| image.start + image.tokens);
+            let mut batch = self.alone(start, &tokens[start..end]);
+            let inside = images.iter().filter(|image| (start..end).contains(&image.start));
+            let inside = inside.map(|image| ImageSpan { start: image.start - start, ..*image });
+            batch.sequences[0].images = inside.collect();
+            // Logits are read back a few rows at a time. The step is computed again for each of these.
+            for first in (0..end - start).step_by(chunk) {
+                let n = chunk.min(end - start - first);
+                let some = (first as u32..(first + n) as u32).collect();
+                self.run(0, &batch, StepOutputs { rows: some, ..StepOutputs::default() })?;
+                self.wait_for(0)?;
+                self.logits_readback.read(0, &mut padded[..n * stride]);
+                for (to, from) in rows.chunks_exact_mut(vocab).zip(padded.chunks_exact(stride)).take(n) {
+                    to.copy_from_slice(&from[..vocab]);
+                }
+                each(start + first, &rows[..n * vocab]);
             }
-            each(start, &rows[..n * vocab]);
+            start = end;
         }
         Ok(())
+    }
+
+    /// The embeddings of the image in a slot, `[tokens, hidden_size]`. Panics if the model was loaded without its tower.
+    #[doc(hidden)]
+    pub fn image_embeddings(&mut self, slot: u32) -> Result<Vec<f32>, RunnerError> {
+        assert!(self.in_flight.is_empty(), "reading while a step is in flight");
+        let embeddings = self.vision.as_ref().expect("a tower").embeddings_of(slot);
+        let mut commands = CommandBuffer::new(&self.device, "embeddings")?;
+        let mut values = Vec::new();
+        for row in 0..embeddings.buffer.size() as usize / 4 / embeddings.stride {
+            let mut recorder = commands.begin()?;
+            let row = embeddings.rows(&(row..row + 1));
+            recorder.copy(&row.buffer, &self.logits_readback, row.buffer.size());
+            recorder.submit_alone("reading embeddings")?;
+            commands.wait()?;
+            let mut of_row = vec![0f32; row.width];
+            self.logits_readback.read(0, &mut of_row);
+            values.extend(of_row);
+        }
+        Ok(values)
     }
 }

@@ -9,7 +9,7 @@ use super::memory;
 use super::model_runner::ModelRunner;
 use super::step::{Frame, PoolRequest, StepOutputs};
 use super::tensors::{InputGroup, Norms, Projections};
-use super::{Batch, BlockCopy};
+use super::{Batch, BlockCopy, ImageSpan};
 use crate::gpu::Recorder;
 use crate::kernels::{
     Activations, ExpertMatrices, KvCache, Matrix, Operand, PairActivations, Router, Routing, RowsOf,
@@ -31,9 +31,24 @@ impl ModelRunner {
         }
         let (ids, hidden) = (&frame.whole(0).ids, &self.scratch.hidden);
         self.kernels.embed(recorder, &self.embedding, ids, &self.sampled, hidden, tokens);
+        self.record_images(recorder, batch);
         self.record_history(recorder, frame, batch);
         if let Some(experts) = &self.scratch.experts {
             recorder.fill(&experts.used(), 0);
+        }
+    }
+
+    /// Replaces the embeddings of the ids at an image's positions with those of the image.
+    fn record_images(&self, recorder: &mut Recorder<'_>, batch: &Batch) {
+        let mut first = 0;
+        for sequence in &batch.sequences {
+            for &ImageSpan { start, tokens, slot, row } in &sequence.images {
+                let tower = self.vision.as_ref().expect("an image for a model that takes some");
+                let from = tower.embeddings_of(slot).rows(&(row..row + tokens));
+                let to = self.scratch.hidden.rows(&(first + start..first + start + tokens));
+                recorder.copy(&from.buffer, &to.buffer, to.buffer.size());
+            }
+            first += sequence.input.len();
         }
     }
 

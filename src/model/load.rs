@@ -22,6 +22,7 @@ use super::self_test::{self, SelfTest, Traits};
 use super::spec::{LayerSpec, Mixture, ModelSpec, NormWeight, each_once};
 use super::step::Frame;
 use super::tensors::{Biases, Inputs, Layer, Norms, Projections, RouterTensors, TensorSpec};
+use super::vision::{Tower, TowerLoad, TowerRequest, VisionSpec, VisionTensors};
 use super::weights::{Weights, WeightsError};
 use crate::checkpoint::{Checkpoint, CheckpointError, LayerValues, Manifest, ModelFiles, Tensor};
 use crate::gpu::placement::{self, Class, MemoryKind, Plan};
@@ -31,7 +32,7 @@ use crate::kernels::{
     Attention, AttentionBy, AttentionShape, Embedding, History, Kernels, KvCache, MAX_GROUP, Matrices,
     Matrix, RmsNorm, Router, Tiles, UploadError, Wants,
 };
-use crate::tensor::{KvDtype, Precision, QuantizeMode, Scheme};
+use crate::tensor::{KvDtype, Precision, QuantizeMode, Scheme, VisionMode};
 
 /// Options of a load.
 #[derive(Debug, Clone, Copy)]
@@ -74,6 +75,8 @@ pub struct LoadOptions {
     pub max_shard_bytes: Option<u64>,
     /// The buffers to reserve for a coprocessor; `None` by default.
     pub offload: Option<OffloadLimits>,
+    /// Whether the tower that reads images is loaded.
+    pub vision: VisionMode,
 }
 
 impl Default for LoadOptions {
@@ -97,6 +100,7 @@ impl Default for LoadOptions {
             moments: false,
             max_shard_bytes: None,
             offload: None,
+            vision: VisionMode::Off,
         }
     }
 }
@@ -200,7 +204,13 @@ impl ModelRunner {
             }
         };
         let used_before = device.memory_use();
-        let request = MemoryRequest {
+        let tower = source.tower(weights, options, draft.is_some())?;
+        let vision = tower.as_ref().map(|(spec, tensors)| TowerRequest {
+            spec: *spec,
+            scheme: TowerRequest::scheme_of(options.precision, is_bf16(tensors)),
+            precision: options.precision,
+        });
+        let mut request = MemoryRequest {
             config: &source.config,
             schemes: Schemes::of(weights, options.quantize)?,
             kv: options.kv,
@@ -213,12 +223,22 @@ impl ModelRunner {
             moments: options.moments,
             offload: options.offload,
             draft: draft.as_ref().map(|(.., request)| request.clone()),
+            vision,
         };
-        let (plan, limits) = place(device, &request, weights, options)?;
+        let (plan, limits) = match place(device, &request, weights, options) {
+            Err(LoadError::DoesNotFit(error)) if vision.is_some() && options.vision == VisionMode::Auto => {
+                tracing::warn!("the model is loaded without its vision tower, and refuses images: {error}");
+                request.vision = None;
+                place(device, &request, weights, options)?
+            }
+            placed => placed?,
+        };
         let bytes_per_s = plan.slowest_read();
         let arena = Arena::with_plan(device, plan)?;
         touch(device, &arena)?;
         let draft_bytes = draft.as_ref().map_or(0, |(_, weights, _)| weights.stored_bytes());
+        let tower = tower.filter(|_| request.vision.is_some());
+        let tower_bytes = tower.iter().map(|(_, tensors)| stored_bytes(tensors)).sum::<u64>();
         let mut load = Load {
             device,
             options,
@@ -228,7 +248,7 @@ impl ModelRunner {
             uploader: Uploader::new(device)?,
             queued: Vec::new(),
             done: 0,
-            total: weights.stored_bytes() + draft_bytes,
+            total: weights.stored_bytes() + draft_bytes + tower_bytes,
             progress,
         };
         let mut model = load.model(source, weights, &request.schemes, limits.clone(), None)?;
@@ -239,6 +259,9 @@ impl ModelRunner {
                 Some(load.model(source, weights, &request.schemes, limits, Some(&model))?)
             }
         };
+        if let (Some((_, tensors)), Some(tower)) = (tower, request.vision) {
+            model.vision = Some(load.tower(source, tensors, tower, &model)?);
+        }
         let Load { arena, uploader, .. } = load;
         uploader.finish()?;
         assert!(arena.is_exhausted(), "the plan has a buffer that the load does not use");
@@ -389,6 +412,51 @@ impl<'a> Source<'a> {
         }
     }
 
+    /// The tower to load, and its tensors. `None` if the model has none, or if it is not wanted.
+    fn tower<'w>(
+        &self,
+        weights: &Weights<'w>,
+        options: &LoadOptions,
+        has_draft: bool,
+    ) -> Result<Option<(&VisionSpec, VisionTensors<Tensor<'w>>)>, LoadError> {
+        if options.vision == VisionMode::Off {
+            return Ok(None);
+        }
+        let missing = |why: &str| match options.vision {
+            VisionMode::On => Err(LoadError::Option(format!("{}: {why}", self.files.location()))),
+            _ => {
+                tracing::debug!("no images: {why}");
+                Ok(None)
+            }
+        };
+        let spec = match &self.config.vision {
+            Ok(Some(spec)) => spec,
+            Ok(None) => {
+                return missing("the model reads text only, and --vision on asks for its vision tower");
+            }
+            Err(problem) => return missing(problem),
+        };
+        if has_draft {
+            return missing("a model with a draft model takes no images: use --vision off, or no --draft");
+        }
+        match weights.vision(&self.checkpoint, spec)? {
+            None => missing("the checkpoint lacks the vision tower that config.json describes"),
+            Some(tensors) => Ok(Some((spec, tensors))),
+        }
+    }
+
+    /// The scheme of a tower's matrices on the device. `None` if a load with these options has no tower.
+    pub fn tower_scheme(
+        &self,
+        mode: VisionMode,
+        precision: Precision,
+        has_draft: bool,
+    ) -> Result<Option<Scheme>, LoadError> {
+        let options = LoadOptions { vision: mode, precision, ..LoadOptions::default() };
+        let tower = self.tower(&self.weights()?, &options, has_draft)?;
+        Ok(tower.map(|(_, tensors)| TowerRequest::scheme_of(precision, is_bf16(&tensors))))
+    }
+
     /// All tensors of the model, with a log line about defects and skipped tensors. Refuses a shape that the kernels
     /// cannot compute.
     fn computable_weights(&self) -> Result<Weights<'_>, LoadError> {
@@ -399,7 +467,7 @@ impl<'a> Source<'a> {
             tracing::info!(
                 tensors = weights.skipped_vision,
                 bytes = weights.skipped_bytes,
-                "vision tensors skipped: this engine reads text only"
+                "tensors of images and sound, which the language model does not use"
             );
         }
         let groups = config.layers.iter().map(|layer| layer.heads.group());
@@ -413,6 +481,19 @@ impl<'a> Source<'a> {
         }
         Ok(weights)
     }
+}
+
+/// Whether all matrices of a tower are bf16.
+fn is_bf16(tensors: &VisionTensors<Tensor<'_>>) -> bool {
+    tensors
+        .iter()
+        .filter(|tensor| tensor.shape.len() > 1)
+        .all(|tensor| tensor.scheme().ok() == Some(Scheme::Bf16))
+}
+
+/// Bytes of a tower's tensors in their files.
+fn stored_bytes(tensors: &VisionTensors<Tensor<'_>>) -> u64 {
+    tensors.iter().map(|tensor| tensor.stored_bytes()).sum()
 }
 
 /// Bytes of tensors that are read together: enough to keep the disk busy, and few enough to show progress.
@@ -615,6 +696,7 @@ impl<'a> Load<'a> {
             self_test,
             layer_values: source.layer_values(options)?,
             offload_buffers,
+            vision: None,
             coprocessor: None,
             trial_layers: usize::MAX,
             in_flight: VecDeque::new(),
@@ -629,6 +711,34 @@ impl<'a> Load<'a> {
             weight_bytes: self.request.weight_bytes_of(config, schemes),
             schemes: schemes.clone(),
         })
+    }
+
+    fn tower(
+        &mut self,
+        source: &Source<'_>,
+        tensors: VisionTensors<Tensor<'a>>,
+        request: TowerRequest<'_>,
+        model: &ModelRunner,
+    ) -> Result<Tower, LoadError> {
+        let (mut done, total) = (self.done, self.total);
+        let Load { device, arena, uploader, progress, .. } = self;
+        let tower = TowerLoad {
+            device,
+            request,
+            max_batch_tokens: model.limits.max_batch_tokens,
+            arena,
+            uploader,
+            tiles: model.kernels.tiles(),
+        };
+        let tower = tower.run(tensors, &mut |tensor| {
+            let values = source.checkpoint.read_f32(tensor)?;
+            source.checkpoint.release(tensor);
+            done += tensor.stored_bytes();
+            progress(Progress::Weights { done, total });
+            Ok::<_, LoadError>(values)
+        });
+        self.done = done;
+        tower
     }
 
     fn matrix(

@@ -13,6 +13,7 @@ use super::rope::RopeSpec;
 use super::self_test::{self, TestedExperts};
 use super::spec::{AttentionHeads, LayerSpec, Mixture, ModelSpec, each_once};
 use super::tensors::{Layer, ModelTensors, Projections, TensorSpec};
+use super::vision::TowerRequest;
 use super::weights::Weights;
 use super::{KvLimits, KvPool, Limits, MAX_BIASES, first_seen};
 use crate::checkpoint::{CheckpointError, Tensor};
@@ -212,6 +213,8 @@ pub struct MemoryRequest<'a> {
     pub offload: Option<OffloadLimits>,
     /// The draft model, if there is one.
     pub draft: Option<DraftMemoryRequest<'a>>,
+    /// The tower that reads images, if the model is loaded with it.
+    pub vision: Option<TowerRequest<'a>>,
 }
 
 /// A draft model, which drafts tokens for the model (`draft.rs`). It has as many KV blocks as the model, runs in the
@@ -312,7 +315,10 @@ impl<'a> MemoryRequest<'a> {
         let macs = layers.max();
         let bounded =
             (MAX_LAYER_MACS / macs.expect("a model at least")) as usize / PRODUCT_TOKENS * PRODUCT_TOKENS;
-        self.max_batch_tokens.min(bounded.max(MIN_BATCH_TOKENS)).min(self.longest_context())
+        // An image is never split over steps.
+        let image = self.vision.map_or(0, |vision| vision.spec.tokens());
+        let most = self.max_batch_tokens.max(image).min(bounded.max(MIN_BATCH_TOKENS).max(image));
+        most.min(self.longest_context())
     }
 
     /// Pools for `sequences` sequences of `context` tokens each.
@@ -326,8 +332,9 @@ impl<'a> MemoryRequest<'a> {
 
     /// The limits of a runner with that context and those pools.
     pub fn limits(&self, context: usize, pools: Vec<KvPool>) -> Limits {
+        let max_batch_tokens = self.batch_tokens().min(context);
         Limits {
-            max_batch_tokens: self.batch_tokens().min(context),
+            max_batch_tokens,
             max_sequences: MAX_SEQUENCES,
             max_draws: LOGIT_ROWS,
             max_in_flight: MAX_IN_FLIGHT,
@@ -335,7 +342,7 @@ impl<'a> MemoryRequest<'a> {
             max_context: context,
             vocab_size: self.config.vocab_size,
             hidden_size: self.config.hidden_size,
-            images: None,
+            images: self.vision.map(|vision| vision.limits(max_batch_tokens)),
             step_bytes: match self.config.mixture {
                 None => Vec::new(),
                 Some(_) => {
@@ -404,6 +411,7 @@ impl<'a> MemoryRequest<'a> {
                 }
             }
         }
+        requests.extend(self.vision.iter().flat_map(|vision| vision.requests(limits.max_batch_tokens)));
         requests
     }
 

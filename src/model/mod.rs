@@ -34,6 +34,7 @@ pub(crate) mod submits;
 pub mod tensors;
 pub mod tune;
 pub mod twin;
+pub mod vision;
 pub mod weights;
 
 pub use crate::gpu::Counts;

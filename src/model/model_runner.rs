@@ -19,6 +19,7 @@ use super::self_test::SelfTest;
 use super::spec::{LayerSpec, ModelSpec};
 use super::step::{self, Frame, PoolRequest, StepOutputs};
 use super::submits::{self, LayerWork, SharedWork, StepPart, Submit};
+use super::vision::Tower;
 use super::{Batch, BatchSequence, Limits, Runner, RunnerError, Sampled, Sampling, Ticket};
 use crate::checkpoint::LayerValues;
 use crate::config::Courtesy;
@@ -97,6 +98,8 @@ pub struct ModelRunner {
     pub(super) self_test: SelfTest,
     pub(super) layer_values: Result<Arc<LayerValues>, NotCompared>,
     /// The buffers for a coprocessor, and the coprocessor that is attached.
+    /// The tower that reads images, if it is loaded.
+    pub(super) vision: Option<Tower>,
     pub(crate) offload_buffers: Option<OffloadBuffers>,
     pub(crate) coprocessor: Option<Box<dyn Coprocessor>>,
     /// The number of layers that a step computes. A coprocessor reduces it to measure its speed.
@@ -545,6 +548,11 @@ impl Runner for ModelRunner {
         let index = ticket.0 as usize % MAX_IN_FLIGHT;
         self.wait_for(index)?;
         Ok(self.frames[index].results())
+    }
+
+    fn encode_image(&mut self, slot: u32, pixels: &[u8]) -> Result<(), RunnerError> {
+        let tower = self.vision.as_mut().expect("an image for a model that takes some");
+        Ok(tower.encode(slot, pixels)?)
     }
 
     fn probe(&mut self) -> Result<(), RunnerError> {

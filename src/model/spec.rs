@@ -7,6 +7,7 @@ use super::config::{ConfigError, Level, MAX_HEAD_DIM, MAX_HEADS, MAX_INTERMEDIAT
 use super::rope::RopeSpec;
 use super::runner::KvPool;
 use super::tensors::{Layer, LayerSizes, ModelTensors, TensorSpec};
+use super::vision::VisionSpec;
 use crate::checkpoint::gguf::GgufArch;
 use crate::kernels::{Experts, HiddenAct, LayerKind, MAX_EXPERTS, MAX_EXPERTS_PER_TOKEN, head_dim_multiple};
 use crate::tensor::TILE_ROWS;
@@ -47,6 +48,9 @@ pub struct ModelSpec {
     /// The width of dense feed-forward networks.
     pub intermediate_size: usize,
     pub mixture: Option<Mixture>,
+    /// The tower that reads images, if the config describes one, or why it cannot be computed. A checkpoint may lack its
+    /// tensors.
+    pub vision: Result<Option<VisionSpec>, String>,
     /// Factor of attention scores.
     pub score_scale: f64,
     /// Whether values have a norm without weights.

@@ -9,6 +9,7 @@ use std::collections::HashMap;
 
 use super::spec::ModelSpec;
 use super::tensors::{ModelTensors, Role, TensorSpec};
+use super::vision::{VisionSpec, VisionTensor, VisionTensors};
 use crate::checkpoint::{Checkpoint, CheckpointError, Tensor, short};
 
 /// A checkpoint's tensors do not match its config. One line: file, tensor, what was expected.
@@ -47,9 +48,10 @@ fn and(more: usize, one: &str, many: &str) -> String {
 #[derive(Debug, Clone)]
 pub struct Weights<'a> {
     pub tensors: ModelTensors<Tensor<'a>>,
-    /// Number of tensors of the vision tower and its projector, which are not read.
+    /// The tensors of the tower that reads images and of its projector, by [`VisionTensor::name`].
+    tower: HashMap<String, Tensor<'a>>,
+    /// Number of the tensors that compute images and sound, and their bytes.
     pub skipped_vision: usize,
-    /// Bytes of the skipped tensors.
     pub skipped_bytes: u64,
 }
 
@@ -63,7 +65,43 @@ impl<'a> Weights<'a> {
         found.check(checkpoint, spec)?;
         // The check found a tensor for each name.
         let tensors = spec.tensors.as_ref().map(|spec| found.by_name[&spec.stored_name()]);
-        Ok(Self { tensors, skipped_vision: found.skipped_vision, skipped_bytes: found.skipped_bytes })
+        let Found { tower, skipped_vision, skipped_bytes, .. } = found;
+        Ok(Self { tensors, tower, skipped_vision, skipped_bytes })
+    }
+
+    /// The weights of a language model alone.
+    pub(crate) fn of_text(tensors: ModelTensors<Tensor<'a>>) -> Self {
+        Self { tensors, tower: HashMap::new(), skipped_vision: 0, skipped_bytes: 0 }
+    }
+
+    /// The tensors of a tower. `None` if the checkpoint has none of them: some hold the language model only.
+    pub fn vision(
+        &self,
+        checkpoint: &Checkpoint,
+        spec: &VisionSpec,
+    ) -> Result<Option<VisionTensors<Tensor<'a>>>, WeightsError> {
+        if self.tower.is_empty() {
+            return Ok(None);
+        }
+        let find = |wanted: VisionTensor| {
+            let VisionTensor { name, shape, shape_in_config } = wanted;
+            let Some(tensor) = self.tower.get(&name) else {
+                let location = checkpoint.location().into();
+                return Err(WeightsError::Missing { location, first: name, more: 0, expected: shape });
+            };
+            if tensor.shape != shape {
+                return Err(WeightsError::Shape {
+                    file: tensor.file.to_string(),
+                    tensor: tensor.name.to_string(),
+                    found: tensor.shape.to_vec(),
+                    expected: shape,
+                    meaning: shape_in_config,
+                });
+            }
+            tensor.scheme()?;
+            Ok(*tensor)
+        };
+        spec.tensors().try_map(find).map(Some)
     }
 
     /// The matrix that computes the logits.
@@ -125,6 +163,8 @@ struct Found<'a> {
     /// The prefix in use, which messages about missing tensors need.
     prefix: Option<&'static str>,
     heads: Vec<Tensor<'a>>,
+    /// The tensors of [`Weights::tower`].
+    tower: HashMap<String, Tensor<'a>>,
     skipped_vision: usize,
     skipped_bytes: u64,
     unexpected: Vec<Tensor<'a>>,
@@ -136,6 +176,7 @@ impl<'a> Found<'a> {
         if tensor.name.split('.').any(|part| TOWERS.contains(&part)) {
             self.skipped_vision += 1;
             self.skipped_bytes += tensor.stored_bytes();
+            self.tower.insert(name_in_tower(tensor.name), tensor);
             return Ok(());
         }
         if matches!(tensor.name, "lm_head.weight" | "language_model.lm_head.weight") {
@@ -226,6 +267,13 @@ impl<'a> Found<'a> {
         }
         Ok(())
     }
+}
+
+/// The name of a tower's tensor in the first checkpoints, without `vision_model.`. Later ones begin with `model.`, and the
+/// latest have no `vision_model.`.
+fn name_in_tower(name: &str) -> String {
+    let name = name.strip_prefix("model.").unwrap_or(name);
+    name.replacen("vision_tower.vision_model.", "vision_tower.", 1)
 }
 
 /// The number N in a name that contains `layers.N.`.

@@ -45,7 +45,7 @@ macro_rules! option_values {
 }
 pub(crate) use option_values;
 
-option_values!(KvDtype, Precision, QuantizeMode);
+option_values!(KvDtype, Precision, QuantizeMode, VisionMode);
 
 /// Element type of keys and values in the cache.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, VariantArray, IntoStaticStr, Display)]
@@ -103,6 +103,18 @@ impl Precision {
     pub const fn quantizes(self, scheme: Scheme) -> bool {
         matches!(self, Precision::Fast) && matches!(scheme, Scheme::Int8Row | Scheme::Int { .. })
     }
+}
+
+/// `--vision`: whether the tower that reads images is loaded.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, VariantArray, IntoStaticStr, Display)]
+#[strum(serialize_all = "lowercase", const_into_str)]
+pub enum VisionMode {
+    /// If the model has one, and if it fits into memory.
+    #[default]
+    Auto,
+    /// A model without one, or with one that does not fit, is refused.
+    On,
+    Off,
 }
 
 /// `--quantize`: how to quantize an unquantized checkpoint while it is loaded.

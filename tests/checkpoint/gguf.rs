@@ -461,6 +461,7 @@ fn the_config_from_metadata_matches_the_reference() {
             rope_scaling_factor: 8.0,
             eos_token_ids: vec![1, 106],
             bos_token_id: Some(2),
+            vision: Ok(None),
             tie_word_embeddings: true,
         };
         let expected = match folder {

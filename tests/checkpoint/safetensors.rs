@@ -18,6 +18,7 @@ use unicorn::model::config::LayerType;
 use unicorn::model::gemma3;
 use unicorn::model::rope::RopeScaling;
 use unicorn::model::spec::ModelSpec;
+use unicorn::model::vision::VisionSpec;
 use unicorn::model::weights::Weights;
 use unicorn::quantize::{Rounding, grouping, pack_tiles, quantize_row};
 use unicorn::tensor::{DType, QuantizeMode, QuantizedRow, Scheme, TILE_ROWS, unpack_row};
@@ -350,7 +351,11 @@ fn configs_of_the_published_sizes_are_read() {
         json!({
             "architectures": ["Gemma3ForConditionalGeneration"], "boi_token_index": 255999, "eos_token_id": [1, 106],
             "image_token_index": 262144, "model_type": "gemma3", "text_config": text, "torch_dtype": "bfloat16",
-            "vision_config": {"hidden_size": 1152, "num_hidden_layers": 27, "model_type": "siglip_vision_model"}
+            "mm_tokens_per_image": 256,
+            "vision_config": {
+                "hidden_size": 1152, "image_size": 896, "intermediate_size": 4304, "model_type": "siglip_vision_model",
+                "num_attention_heads": 16, "num_hidden_layers": 27, "patch_size": 14, "vision_use_head": false
+            }
         })
     };
     let sized =
@@ -372,6 +377,7 @@ fn configs_of_the_published_sizes_are_read() {
             rope_scaling_factor: 8.0,
             eos_token_ids: vec![1, 106],
             bos_token_id: Some(2),
+            vision: Ok(None),
             tie_word_embeddings: true,
         };
     let cases = [
@@ -428,10 +434,21 @@ fn configs_of_the_published_sizes_are_read() {
         ),
     ];
     for (json, mut expected, full_layers) in cases {
+        let json_has_tower = json.get("vision_config").is_some();
         let found = config(json).unwrap();
         expected.layer_types = (1..=expected.num_hidden_layers)
             .map(|i| if i % 6 == 0 { LayerType::FullAttention } else { LayerType::SlidingAttention })
             .collect();
+        if let Ok(Some(tower)) = &found.vision {
+            let VisionSpec { hidden_size, intermediate_size, num_hidden_layers, text_hidden_size, .. } =
+                *tower;
+            assert_eq!([hidden_size, intermediate_size, num_hidden_layers], [1152, 4304, 27]);
+            assert_eq!((tower.num_attention_heads, tower.head_dim), (16, 72));
+            assert_eq!((tower.patches(), tower.pool, tower.tokens()), (4096, 4, 256));
+            assert_eq!((tower.norm_eps, text_hidden_size), (1e-6, expected.hidden_size));
+        }
+        assert_eq!(matches!(found.vision, Ok(Some(_))), json_has_tower, "{:?}", found.vision);
+        expected.vision.clone_from(&found.vision);
         assert_eq!(found, expected);
         let full = found.layer_types.iter().filter(|t| **t == LayerType::FullAttention).count();
         assert_eq!(full, full_layers);

@@ -260,6 +260,7 @@ fn config_show_shows_every_option_of_the_command_line() {
         ("--context", "77", "context = 77"),
         ("--kv", "int8", "dtype = \"int8\""),
         ("--precision", "f32", "precision = \"f32\""),
+        ("--vision", "on", "vision = \"on\""),
         ("--vram", "1G", "vram = \"1073741824\""),
         ("--gtt", "2M", "gtt = \"2097152\""),
         ("--reserve", "3K", "reserve = \"3072\""),

@@ -195,6 +195,7 @@ fn a_model_and_its_draft_are_planned_together() {
         moments: false,
         offload: None,
         draft: None,
+        vision: None,
     };
     let draft = DraftMemoryRequest { config: &small, schemes: schemes(&small) };
     let both = MemoryRequest { draft: Some(draft), ..alone(&model) };
@@ -252,6 +253,7 @@ fn a_load_with_a_draft_takes_the_planned_memory() {
         moments: false,
         offload: None,
         draft: Some(DraftMemoryRequest { config: &configs[1], schemes: bf16(&configs[1]) }),
+        vision: None,
     };
     let plan = request.place(&device().machine(), &options.memory, 100, request.pools(100, 1)).unwrap();
     let (model, _draft) = load_both(&folders[0], &folders[1], &options).unwrap();

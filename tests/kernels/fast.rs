@@ -17,8 +17,8 @@ use unicorn::tensor::{KvDtype, Precision, QuantizeMode, QuantizedRow, Scales, Sc
 
 use crate::support::goldens::{Goldens, all_logits, drafted};
 use crate::support::kernel_bench::{
-    Bench, EACH_KIND, Fma, STORED, device_with, emulated_tiles, fma_of, inputs_for, multiplied_by,
-    schemes_of_large_kernels, with_each_body,
+    Bench, EACH_KIND, Fma, STORED, device_with, download_blocks, emulated_tiles, fma_of, inputs_for,
+    multiplied_by, schemes_of_large_kernels, with_each_body,
 };
 use crate::support::reference::{BLOCK_COLS, QuantizedActivations, divergence, fast_product};
 use crate::support::texts::{Texts, penalties, prompts_of_tiny_a};
@@ -48,35 +48,6 @@ fn upload(b: &mut Bench, rows: &[QuantizedActivations], width: usize) -> Quantiz
         }
     }
     Quantized::new(b.upload(&bytes), width)
-}
-
-/// The activations that the device quantized. Checks that the stored sums are the sums of the integers.
-fn download(b: &mut Bench, from: &Quantized, rows: usize) -> Vec<QuantizedActivations> {
-    let blocks = from.width.div_ceil(BLOCK_COLS);
-    let padded = from.buffer.size() as usize / blocks / 80;
-    let bytes = b.download::<u8>(&from.buffer, from.buffer.size() as usize);
-    let (ints, scales) = bytes.split_at(2 * 32 * blocks * padded);
-    let row = |row: usize| {
-        let mut got = QuantizedActivations { q: Default::default(), scales: Default::default() };
-        for (digit, block) in
-            [0, 1].into_iter().flat_map(|digit| (0..blocks).map(move |block| (digit, block)))
-        {
-            let at = (digit * blocks + block) * padded + row;
-            let mut block: &[i8] = bytemuck::cast_slice(&ints[32 * at..][..32]);
-            let record = &scales[8 * at..][..8];
-            let scale = f32::from_le_bytes(record[..4].try_into().unwrap());
-            if digit == 1 && scale == 0.0 {
-                block = &[0; 32];
-            }
-            let sum = |at: usize| i32::from(i16::from_le_bytes([record[at], record[at + 1]]));
-            let all = |q: &[i8]| q.iter().map(|q| i32::from(*q)).sum::<i32>();
-            assert_eq!((sum(4), sum(6)), (all(&block[..16]), -8 * all(block)), "sums of row {row}");
-            got.q[digit].extend(block);
-            got.scales[digit].push(scale);
-        }
-        got
-    };
-    (0..rows).map(row).collect()
 }
 
 /// The group size, (s, m) of each group, whether the scheme has m, and the scale of the whole row.
@@ -265,7 +236,7 @@ fn activations_are_quantized_like_the_reference() {
             let values = rows(b, tokens, width);
             let (x, y) = (b.activations(&values, width), b.quantized(tokens, width));
             b.run(|k, r| k.quantize(r, &x, &y, tokens));
-            let got = download(b, &y, tokens);
+            let got = download_blocks(b, &y, tokens);
             for (token, (got, row)) in got.iter().zip(values.chunks(width)).enumerate() {
                 let expected = QuantizedActivations::of(row, fma);
                 assert_eq!(
@@ -352,7 +323,7 @@ fn two_products_fused_with_geglu_equal_three_separate_dispatches() {
                 k.matmul(r, &[(&gate, one), (&up, two)], &operand, tokens);
                 k.glu(r, one, two, &Operand::blocks(&apart), tokens);
             });
-            let [fused, apart] = [&fused, &apart].map(|of| download(&mut b, of, tokens));
+            let [fused, apart] = [&fused, &apart].map(|of| download_blocks(&mut b, of, tokens));
             assert!(fused == apart, "{scheme}, {tokens} tokens");
             assert!(fused.iter().any(|row| row.q[0].iter().any(|q| *q != 0)), "{scheme}: all zero");
         }
@@ -374,7 +345,7 @@ fn all_ways(
         record(k, r, &Operand::blocks(&blocks[0]));
         record(k, r, &Operand::new(both, &floats[1], &blocks[1]));
     });
-    (floats.each_ref().map(|y| b.rows(y, rows)), blocks.each_ref().map(|y| download(b, y, rows)))
+    (floats.each_ref().map(|y| b.rows(y, rows)), blocks.each_ref().map(|y| download_blocks(b, y, rows)))
 }
 
 #[test]
@@ -393,7 +364,7 @@ fn fused_norms_match_separate_norms_bit_for_bit() {
                 k.quantize(r, &normed, &quantized, tokens);
             });
             let sum = b.rows(&hidden, tokens);
-            let (floats, blocks) = (b.rows(&normed, tokens), download(b, &quantized, tokens));
+            let (floats, blocks) = (b.rows(&normed, tokens), download_blocks(b, &quantized, tokens));
 
             let check = |(f, q): ([Vec<f32>; 2], [Vec<QuantizedActivations>; 2]), what: &str| {
                 f.iter().for_each(|f| same(f, &floats, what));
@@ -453,7 +424,7 @@ fn geglu_in_int8_equals_quantized_geglu_in_f32() {
                 let both = Operand { floats: Some(two.clone()), blocks: Some(quantized[2].clone()) };
                 k.glu(r, &two, &up, &both, tokens);
             });
-            let got = quantized.each_ref().map(|q| download(b, q, tokens));
+            let got = quantized.each_ref().map(|q| download_blocks(b, q, tokens));
             assert!(got[0] == got[1] && got[0] == got[2], "{tokens} x {width}");
             same(&b.rows(&one, tokens), &b.rows(&two, tokens), "in f32");
         }

@@ -5,3 +5,4 @@ mod fast;
 mod hazards;
 mod target_compile;
 mod twins;
+mod vision;

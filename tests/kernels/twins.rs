@@ -26,8 +26,8 @@ use unicorn::quantize::{grouping, quantize_row};
 use unicorn::tensor::{DType, KvDtype, Precision, Scheme};
 
 use crate::support::kernel_bench::{
-    Adjusted, BODIES, Bench, CACHED, Cached, Drawing, HEADS, Paged, SCHEMES, STORED, adjusted, device_with,
-    inputs_for, shape, with_each_body,
+    Adjusted, BODIES, Bench, CACHED, Cached, Drawing, HEADS, Paged, SCHEMES, STORED, adjusted, close,
+    device_with, inputs_for, shape, with_each_body,
 };
 use crate::support::reference::dequantize_row;
 use crate::support::{device, policy, reference, skip, wants_all};
@@ -51,15 +51,6 @@ fn as_stored(values: &[f32], cols: usize, scheme: Scheme) -> Vec<f32> {
         }
     }
     out
-}
-
-/// Panics unless each element of `got` is within `bound * magnitude` of `expected`. NaN is never within the bound.
-fn close(got: &[f32], expected: &[f64], magnitude: &[f64], bound: f64, what: &str) {
-    assert_eq!(got.len(), expected.len(), "{what}");
-    for (i, ((g, e), m)) in got.iter().zip(expected).zip(magnitude).enumerate() {
-        let difference = (f64::from(*g) - e).abs();
-        assert!(difference <= bound * m.max(1e-6), "{what}: element {i}: {g} instead of {e}");
-    }
 }
 
 /// The product of the rows `x` with a matrix of `rows` rows.

@@ -9,3 +9,4 @@ mod placement;
 mod self_test;
 mod smollm2;
 mod tune;
+mod vision;

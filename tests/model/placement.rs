@@ -101,6 +101,7 @@ fn model_request(config: &ModelSpec) -> MemoryRequest<'_> {
         moments: false,
         offload: None,
         draft: None,
+        vision: None,
     }
 }
 
@@ -590,6 +591,7 @@ fn a_load_allocates_the_planned_memory() {
         moments: false,
         offload: None,
         draft: None,
+        vision: None,
     };
     let plan = request.place(&device.machine(), &options.memory, 100, request.pools(100, 1)).unwrap();
     let model = ModelRunner::load(&device, &Source::open(&files).unwrap(), &options, &mut |_| {}).unwrap();

@@ -31,6 +31,10 @@ impl Goldens {
         tensor.data().chunks_exact(size_of::<T>()).map(bytemuck::pod_read_unaligned).collect()
     }
 
+    pub fn has(&self, name: &str) -> bool {
+        safetensors::SafeTensors::deserialize(&self.0).unwrap().tensor(name).is_ok()
+    }
+
     pub fn tokens(&self, name: &str) -> Vec<u32> {
         self.view::<i32>(name).into_iter().map(|t| t as u32).collect()
     }

@@ -22,7 +22,7 @@ use unicorn::tensor::{
 };
 
 use super::checkpoints::integers;
-use super::reference::{self};
+use super::reference::{self, BLOCK_COLS, QuantizedActivations};
 use super::{device, policy, wants_all};
 
 /// The heads that the kernels of a new bench are made for.
@@ -358,6 +358,44 @@ impl Bench {
         record(&self.kernels, &mut recorder);
         recorder.submit_alone("test").unwrap();
         commands.wait().unwrap();
+    }
+}
+
+/// The activations that the device quantized. Checks that the stored sums are the sums of the integers.
+pub fn download_blocks(b: &mut Bench, from: &Quantized, rows: usize) -> Vec<QuantizedActivations> {
+    let blocks = from.width.div_ceil(BLOCK_COLS);
+    let padded = from.buffer.size() as usize / blocks / 80;
+    let bytes = b.download::<u8>(&from.buffer, from.buffer.size() as usize);
+    let (ints, scales) = bytes.split_at(2 * 32 * blocks * padded);
+    let row = |row: usize| {
+        let mut got = QuantizedActivations { q: Default::default(), scales: Default::default() };
+        for (digit, block) in
+            [0, 1].into_iter().flat_map(|digit| (0..blocks).map(move |block| (digit, block)))
+        {
+            let at = (digit * blocks + block) * padded + row;
+            let mut block: &[i8] = bytemuck::cast_slice(&ints[32 * at..][..32]);
+            let record = &scales[8 * at..][..8];
+            let scale = f32::from_le_bytes(record[..4].try_into().unwrap());
+            if digit == 1 && scale == 0.0 {
+                block = &[0; 32];
+            }
+            let sum = |at: usize| i32::from(i16::from_le_bytes([record[at], record[at + 1]]));
+            let all = |q: &[i8]| q.iter().map(|q| i32::from(*q)).sum::<i32>();
+            assert_eq!((sum(4), sum(6)), (all(&block[..16]), -8 * all(block)), "sums of row {row}");
+            got.q[digit].extend(block);
+            got.scales[digit].push(scale);
+        }
+        got
+    };
+    (0..rows).map(row).collect()
+}
+
+/// Panics unless each element of `got` is within `bound * magnitude` of `expected`. NaN is never within the bound.
+pub fn close(got: &[f32], expected: &[f64], magnitude: &[f64], bound: f64, what: &str) {
+    assert_eq!(got.len(), expected.len(), "{what}");
+    for (i, ((g, e), m)) in got.iter().zip(expected).zip(magnitude).enumerate() {
+        let difference = (f64::from(*g) - e).abs();
+        assert!(difference <= bound * m.max(1e-6), "{what}: element {i}: {g} instead of {e}");
     }
 }
 

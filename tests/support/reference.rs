@@ -123,6 +123,16 @@ pub fn rms_norm(x: &[f64], weight: &[f32], eps: f64) -> Vec<f64> {
     x.iter().zip(weight).map(|(v, w)| v * factor * f64::from(*w)).collect()
 }
 
+/// LayerNorm: the mean becomes 0 and the deviation 1, before the weights and what is added.
+pub fn layer_norm(x: &[f64], weight: &[f32], shift: &[f32], eps: f64) -> Vec<f64> {
+    let n = x.len() as f64;
+    let mean = x.iter().sum::<f64>() / n;
+    let variance = x.iter().map(|v| (v - mean).powi(2)).sum::<f64>() / n;
+    let factor = 1.0 / (variance + eps).sqrt();
+    let affine = |(v, (w, s)): (&f64, (&f32, &f32))| (v - mean) * factor * f64::from(*w) + f64::from(*s);
+    x.iter().zip(weight.iter().zip(shift)).map(affine).collect()
+}
+
 /// RoPE of one head: rotates its halves by `angle[i] = position * frequency[i]`.
 pub fn rope(x: &[f64], angles: &[f64]) -> Vec<f64> {
     let half = x.len() / 2;

@@ -54,7 +54,7 @@ fn prompt(words: &str) -> Result<Option<String>, Error> {
 fn here(config: &Config, args: args::Run, prompt: Option<String>) -> Result<(), Error> {
     let mut config = config.clone();
     // The other options of this section are those of the configured model.
-    let config::Model { quantize, precision, .. } = config.model;
+    let config::Model { quantize, precision, vision, .. } = config.model;
     config.model = config::Model {
         path: Some(names::long_name(&args.model)),
         name: None,
@@ -65,6 +65,7 @@ fn here(config: &Config, args: args::Run, prompt: Option<String>) -> Result<(), 
         draft: None,
         quantize,
         precision,
+        vision,
     };
     let found = models::locate_configured(&mut config);
     if let Err(Error::Hub(HubError::NotPulled { name, .. } | HubError::Partial { name, .. })) = &found {

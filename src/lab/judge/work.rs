@@ -92,7 +92,7 @@ impl PaperModel {
             };
             Tensor { name: &spec.name, file: "memory", shape: &spec.shape, encoding, interleaved: None }
         });
-        let weights = Weights { tensors, skipped_vision: 0, skipped_bytes: 0 };
+        let weights = Weights::of_text(tensors);
         let options = LoadOptions {
             max_context: Some(context.min(config.max_position_embeddings)),
             sequences: MAX_SEQUENCES,

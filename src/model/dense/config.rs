@@ -109,6 +109,7 @@ pub(in crate::model) fn read(
         vocab_size,
         hidden_size,
         intermediate_size: sizes.intermediate_size,
+        vision: Ok(None),
         mixture,
         score_scale: (heads.head_dim as f64).powf(-0.5),
         has_value_norm: false,

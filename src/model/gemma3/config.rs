@@ -18,9 +18,12 @@ use crate::model::config::{
 };
 use crate::model::rope::{THETAS, rope_type};
 use crate::model::spec::AttentionHeads;
+use crate::model::vision::VisionSpec;
 
 /// The value that transformers uses for `sliding_window` if a config has none.
 const DEFAULT_WINDOW: usize = 4096;
+/// The most tokens of an image.
+const MAX_IMAGE_TOKENS: u64 = 4096;
 
 /// Hyperparameters of a Gemma-3 language model, by their Hugging Face names.
 #[derive(Debug, Clone, PartialEq)]
@@ -52,6 +55,8 @@ pub struct Config {
     /// Ids that each end an answer; ascending, below `vocab_size`.
     pub eos_token_ids: Vec<u32>,
     pub bos_token_id: Option<u32>,
+    /// The tower of the models from 4B up, or why it cannot be computed.
+    pub vision: Result<Option<VisionSpec>, String>,
     /// Always true: the logits are computed with the embedding.
     pub tie_word_embeddings: bool,
 }
@@ -85,9 +90,12 @@ impl Config {
             _ => text.size("sliding_window", DEFAULT_WINDOW, 1..=MAX_POSITIONS)?,
         };
 
+        let hidden_size = text.size("hidden_size", 2304, 1..=MAX_HIDDEN)?;
+        // A wrong tower is no reason to refuse texts.
+        let vision = vision(&root, hidden_size).map_err(|error| error.to_string());
         Ok(Self {
             vocab_size,
-            hidden_size: text.size("hidden_size", 2304, 1..=MAX_HIDDEN)?,
+            hidden_size,
             intermediate_size: text.size("intermediate_size", 9216, 1..=MAX_INTERMEDIATE)?,
             num_hidden_layers,
             num_attention_heads,
@@ -103,9 +111,17 @@ impl Config {
             rope_scaling_factor: rope.factor,
             eos_token_ids,
             bos_token_id,
+            vision,
             tie_word_embeddings: true,
         })
     }
+}
+
+/// The tower, if there is one. `hidden_size` is that of the language model.
+fn vision(root: &Level, hidden_size: usize) -> Result<Option<VisionSpec>, ConfigError> {
+    let Some(tower) = root.object("vision_config")? else { return Ok(None) };
+    let tokens = root.size("mm_tokens_per_image", 256, 1..=MAX_IMAGE_TOKENS)?;
+    VisionSpec::read_siglip(&tower, tokens, hidden_size).map(Some)
 }
 
 fn layer_types(text: &Level, num_hidden_layers: usize) -> Result<Vec<LayerType>, ConfigError> {

@@ -88,6 +88,7 @@ impl Config {
             hidden_size: self.hidden_size,
             intermediate_size: self.intermediate_size,
             mixture: None,
+            vision: self.vision.clone(),
             score_scale: self.query_pre_attn_scalar.powf(-0.5),
             has_value_norm: false,
             hidden_act: HiddenAct::GeluTanh,

@@ -86,6 +86,7 @@ pub(super) fn read(arch: &'static Arch, config: &Value, file_name: &str) -> Resu
         vocab_size,
         hidden_size: sizes.hidden_size,
         intermediate_size: sizes.intermediate_size,
+        vision: Ok(None),
         mixture,
         score_scale: 1.0,
         has_value_norm: true,
