@@ -184,9 +184,9 @@ fn long_prompts(n: usize) -> Vec<&'static [u32]> {
 }
 
 fn compute(blocks: &mut BlockManager, prompt: &[u32]) -> BlockTable {
-    let (mut table, _) = blocks.admit(prompt, Priority::Interactive, &CacheSalt::default());
+    let (mut table, _) = blocks.admit(prompt, &[], Priority::Interactive, &CacheSalt::default());
     blocks.grow(&mut table, prompt.len()).expect("there is room");
-    blocks.commit(&mut table, prompt);
+    blocks.commit(&mut table, prompt, &[]);
     table
 }
 
@@ -211,7 +211,7 @@ fn block_manager_prefix_match(bencher: Bencher) {
     }
     bencher.counter(ItemsCount::new(prompts[0].len())).bench_local(|| {
         let (table, found) =
-            blocks.admit(black_box(prompts[0]), Priority::Interactive, &CacheSalt::default());
+            blocks.admit(black_box(prompts[0]), &[], Priority::Interactive, &CacheSalt::default());
         assert!(found + 32 > prompts[0].len(), "{found} of {} tokens found", prompts[0].len());
         blocks.release(table);
     });

@@ -410,6 +410,9 @@ impl From<SubmitError> for ApiError {
             SubmitError::TooManyBiases { .. } => Self::invalid("logit_bias", error.to_string()),
             SubmitError::TooManyLogprobs { .. } => Self::invalid("top_logprobs", error.to_string()),
             SubmitError::TooManyAnswers { .. } => Self::invalid("n", error.to_string()),
+            SubmitError::NoImages | SubmitError::ImagesScored | SubmitError::ImagesPooled => {
+                Self::text(error)
+            }
             SubmitError::Engine(error) => Self::Engine(error),
             // A rendered conversation is never empty.
             SubmitError::EmptyPrompt => Self::Bug(error.to_string()),

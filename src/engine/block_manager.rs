@@ -16,6 +16,11 @@
 //! of that salt that start with the same tokens share them. They stay in the cache after the last such sequence ends,
 //! until their room is needed. No sequence can find out what other salts have, nor whether a text is cached there.
 //!
+//! The tokens of an image see each other in both directions, so the keys and values of each of them depend on the
+//! whole image. Its ids say nothing about it. So a node is found by the images in its block too: by their whole hashes,
+//! and by where they lie ([`ImagePart`]). A prefix may end within an image: what is cached of it was computed together
+//! with the rest, of the same image.
+//!
 //! A cache hit at position `p` needs the blocks of each pool that the token at `p` sees: all of them in a pool without a
 //! window. A missing block cannot be computed from the window alone, because each layer depends on earlier layers, whose
 //! windows reach further back.
@@ -43,7 +48,7 @@ use std::collections::hash_map::RandomState;
 use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::hash::BuildHasher;
 
-use super::request::{CacheSalt, Priority};
+use super::request::{CacheSalt, ImageHash, Priority, PromptImage};
 use crate::model::{BlockCopy, BlockList, KvLimits, KvPool, first_seen};
 
 /// The blocks of one sequence. [`BlockManager::admit`] creates a table, and [`BlockManager::release`] frees its blocks.
@@ -101,13 +106,48 @@ impl Parent {
     }
 }
 
+/// The part of an image in a block. It ends with the image or with the block, and all images have the same number of
+/// tokens, so its length is known from its beginning.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+struct ImagePart {
+    image: ImageHash,
+    /// The index of the part's first token in the block.
+    offset: usize,
+    /// The index of the part's first token in the image.
+    row: usize,
+}
+
+/// What a block is computed from, together with all tokens before: the tokens of its positions, and the images there.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+struct BlockText<'a> {
+    tokens: &'a [u32],
+    images: Vec<ImagePart>,
+}
+
+impl<'a> BlockText<'a> {
+    /// The text of block `index`, whose tokens are `tokens`. `images` are those of the whole prompt.
+    fn new(index: usize, tokens: &'a [u32], images: &[PromptImage]) -> Self {
+        let positions = index * tokens.len()..(index + 1) * tokens.len();
+        let part = |image: &PromptImage| {
+            let first = image.positions.start.max(positions.start);
+            (first < image.positions.end.min(positions.end)).then(|| ImagePart {
+                image: image.hash,
+                offset: first - positions.start,
+                row: first - image.positions.start,
+            })
+        };
+        Self { tokens, images: images.iter().filter_map(part).collect() }
+    }
+}
+
 /// `block_size` tokens whose blocks are registered.
 #[derive(Debug)]
 struct Node {
     parent: Parent,
-    /// The hash of the tokens together with the parent's chain or the salt.
+    /// The hash of the tokens and images together with the parent's chain or the salt.
     chain: u64,
     tokens: Box<[u32]>,
+    images: Box<[ImagePart]>,
     /// Number of child nodes.
     children: u32,
     /// The block of each pool. `None` if it was evicted, or released before the node was registered.
@@ -223,12 +263,18 @@ impl BlockManager {
         PoolUse { free: pool.free.len(), cached: pool.cached, held }
     }
 
-    /// A table for a sequence that starts with `tokens`, and the number of tokens that need not be computed: whole
-    /// blocks that were computed under the same salt. These are never all of `tokens`, because the logits of the last
-    /// token are needed.
-    pub fn admit(&mut self, tokens: &[u32], priority: Priority, salt: &CacheSalt) -> (BlockTable, usize) {
-        let path = self.longest_path(tokens, salt);
-        let nodes = path[..self.usable(&path)].to_vec();
+    /// A table for a sequence that starts with `tokens` and `images`, and the number of tokens that need not be
+    /// computed: whole blocks that were computed under the same salt. These are never all of `tokens`, because the
+    /// logits of the last token are needed.
+    pub fn admit(
+        &mut self,
+        tokens: &[u32],
+        images: &[PromptImage],
+        priority: Priority,
+        salt: &CacheSalt,
+    ) -> (BlockTable, usize) {
+        let path = self.longest_path(tokens, images, salt);
+        let nodes = path[..self.usable(&path, images)].to_vec();
         let cached = nodes.len() * self.block_size;
         nodes.iter().for_each(|id| self.mark_used(*id, priority));
         let mut blocks = Vec::with_capacity(self.pools.len());
@@ -244,9 +290,9 @@ impl BlockManager {
 
     /// The number of blocks of a pool without a window that [`BlockManager::admit`] would find for `tokens` and that are
     /// already in a table.
-    pub fn held_prefix(&self, tokens: &[u32], salt: &CacheSalt) -> usize {
-        let path = self.longest_path(tokens, salt);
-        path[..self.usable(&path)].iter().take_while(|id| self.is_held(0, **id)).count()
+    pub fn held_prefix(&self, tokens: &[u32], images: &[PromptImage], salt: &CacheSalt) -> usize {
+        let path = self.longest_path(tokens, images, salt);
+        path[..self.usable(&path, images)].iter().take_while(|id| self.is_held(0, **id)).count()
     }
 
     /// The number of blocks of each pool that `table` lacks for positions `..tokens`.
@@ -333,19 +379,23 @@ impl BlockManager {
     }
 
     /// Registers every block whose positions are all in `tokens`, which are computed. Releases the blocks before the
-    /// window of the next position. If another sequence with the same salt registered the same tokens first, the table
-    /// gets that block instead of its own. Blocks of a dropped text are not registered.
-    pub fn commit(&mut self, table: &mut BlockTable, tokens: &[u32]) {
+    /// window of the next position. If another sequence with the same salt registered the same tokens and images first,
+    /// the table gets that block instead of its own. Blocks of a dropped text are not registered.
+    ///
+    /// `tokens` must not end within one of the `images`, unless they end where the table's cached prefix does: a block
+    /// with a part of an image is right only if the whole image was computed with it.
+    pub fn commit(&mut self, table: &mut BlockTable, tokens: &[u32], images: &[PromptImage]) {
         let size = self.block_size;
         let whole = if table.forgotten { 0 } else { tokens.len() / size };
         for (index, tokens) in tokens.chunks_exact(size).enumerate().take(whole).skip(table.nodes.len()) {
             let parent = table.next_parent();
-            let chain = self.chain(&parent, tokens);
-            let id = match self.find(chain, &parent, tokens) {
+            let text = BlockText::new(index, tokens, images);
+            let chain = self.chain(&parent, &text);
+            let id = match self.find(chain, &parent, &text) {
                 Ok(Some(id)) if self.may_share(table, index, id) => id,
                 // Forks share this block. If it were replaced here, the forks would not have the registered block.
                 Ok(Some(_)) => break,
-                Ok(None) => self.register(parent, chain, tokens, table.priority),
+                Ok(None) => self.register(parent, chain, text, table.priority),
                 // Two chains have the same hash. The second one is not cached.
                 Err(Collision) => break,
             };
@@ -422,14 +472,15 @@ impl BlockManager {
 
     // --- the prefix cache ---
 
-    /// The cached nodes of `tokens` under a salt, from the first block on. The block of the last token is never
-    /// included.
-    fn longest_path(&self, tokens: &[u32], salt: &CacheSalt) -> Vec<NodeId> {
+    /// The cached nodes of `tokens` and `images` under a salt, from the first block on. The block of the last token is
+    /// never included.
+    fn longest_path(&self, tokens: &[u32], images: &[PromptImage], salt: &CacheSalt) -> Vec<NodeId> {
         let mut path: Vec<NodeId> = Vec::new();
         let mut parent = Parent::Root(salt.clone());
         let known = &tokens[..tokens.len().saturating_sub(1)];
-        for tokens in known.chunks_exact(self.block_size) {
-            let Ok(Some(id)) = self.find(self.chain(&parent, tokens), &parent, tokens) else { break };
+        for (index, tokens) in known.chunks_exact(self.block_size).enumerate() {
+            let text = BlockText::new(index, tokens, images);
+            let Ok(Some(id)) = self.find(self.chain(&parent, &text), &parent, &text) else { break };
             path.push(id);
             parent = Parent::Node(id);
         }
@@ -437,8 +488,9 @@ impl BlockManager {
     }
 
     /// The number of blocks of `path` that a sequence can skip: the largest number for which the window before the next
-    /// position is complete in every pool.
-    fn usable(&self, path: &[NodeId]) -> usize {
+    /// position is complete in every pool. If that position is within an image, the window must begin before the image,
+    /// because the rest of the image sees all of it.
+    fn usable(&self, path: &[NodeId], images: &[PromptImage]) -> usize {
         // For each pool, the number of successive blocks up to the current one.
         let mut rows = vec![0; self.pools.len()];
         let mut usable = 0;
@@ -447,7 +499,12 @@ impl BlockManager {
                 *row = if block.is_some() { *row + 1 } else { 0 };
             }
             let next = blocks * self.block_size;
-            if (0..).zip(&rows).all(|(pool, row)| *row >= blocks - self.first_needed(pool, next)) {
+            let image = images.iter().find(|image| image.positions.contains(&next));
+            let sees_image = |pool: usize| {
+                image.is_none_or(|image| first_seen(self.pools[pool].window, next) <= image.positions.start)
+            };
+            let is_complete = |pool: usize, row: usize| row >= blocks - self.first_needed(pool, next);
+            if (0..).zip(&rows).all(|(pool, row)| is_complete(pool, *row) && sees_image(pool)) {
                 usable = blocks;
             }
         }
@@ -459,31 +516,33 @@ impl BlockManager {
         first_seen(self.pools[pool].window, position) / self.block_size
     }
 
-    fn chain(&self, parent: &Parent, tokens: &[u32]) -> u64 {
+    fn chain(&self, parent: &Parent, text: &BlockText<'_>) -> u64 {
         match parent {
-            Parent::Root(salt) => self.hasher.hash_one((salt, tokens)),
-            Parent::Node(id) => self.hasher.hash_one((self.nodes[*id as usize].chain, tokens)),
+            Parent::Root(salt) => self.hasher.hash_one((salt, text)),
+            Parent::Node(id) => self.hasher.hash_one((self.nodes[*id as usize].chain, text)),
         }
     }
 
-    /// The node with the parent `parent` and these tokens, whose chain is `chain`. Different texts may have the same
-    /// hash, so parent and tokens are compared too. The parent represents all earlier tokens and the salt: they were
-    /// compared when the parent was looked up.
-    fn find(&self, chain: u64, parent: &Parent, tokens: &[u32]) -> Result<Option<NodeId>, Collision> {
+    /// The node with the parent `parent` and this text, whose chain is `chain`. Different texts may have the same hash,
+    /// so the parent, the tokens and the images are compared too. The parent represents all earlier tokens and images,
+    /// and the salt: they were compared when the parent was looked up.
+    fn find(&self, chain: u64, parent: &Parent, text: &BlockText<'_>) -> Result<Option<NodeId>, Collision> {
         let Some(&id) = self.by_chain.get(&chain) else { return Ok(None) };
         let node = &self.nodes[id as usize];
-        if node.parent == *parent && *node.tokens == *tokens { Ok(Some(id)) } else { Err(Collision) }
+        let is_same = node.parent == *parent && *node.tokens == *text.tokens && *node.images == *text.images;
+        if is_same { Ok(Some(id)) } else { Err(Collision) }
     }
 
     /// Adds a node, without blocks.
-    fn register(&mut self, parent: Parent, chain: u64, tokens: &[u32], priority: Priority) -> NodeId {
+    fn register(&mut self, parent: Parent, chain: u64, text: BlockText<'_>, priority: Priority) -> NodeId {
         if let Some(parent) = parent.node() {
             self.nodes[parent as usize].children += 1;
         }
         let node = Node {
             parent,
             chain,
-            tokens: tokens.into(),
+            tokens: text.tokens.into(),
+            images: text.images.into(),
             children: 0,
             blocks: vec![None; self.pools.len()].into(),
             used: vec![self.clock; self.pools.len()].into(),
@@ -813,27 +872,93 @@ mod tests {
         let mut blocks = BlockManager::new(&limits(&[None, Some(4)]), 0);
         let text = [1, 2, 3, 4, 5];
         let compute = |blocks: &mut BlockManager, salt: &CacheSalt| {
-            let (mut table, cached) = blocks.admit(&text, Priority::Interactive, salt);
+            let (mut table, cached) = blocks.admit(&text, &[], Priority::Interactive, salt);
             blocks.grow(&mut table, text.len()).unwrap();
-            blocks.commit(&mut table, &text);
+            blocks.commit(&mut table, &text, &[]);
             blocks.release(table);
             cached
         };
         let [one, other] = [salt(1), salt(2)];
         assert_eq!([compute(&mut blocks, &one), compute(&mut blocks, &one)], [0, 4]);
-        let [first, forged] =
-            [&one, &other].map(|salt| blocks.chain(&Parent::Root(salt.clone()), &text[..SIZE]));
+        let begin = BlockText::new(0, &text[..SIZE], &[]);
+        let [first, forged] = [&one, &other].map(|salt| blocks.chain(&Parent::Root(salt.clone()), &begin));
         blocks.by_chain.insert(forged, blocks.by_chain[&first]);
         assert_eq!([compute(&mut blocks, &other), compute(&mut blocks, &other)], [0, 0]);
         assert_eq!(compute(&mut blocks, &one), 4);
     }
 
+    /// An image of three tokens.
+    fn image(start: usize, n: u8) -> PromptImage {
+        PromptImage { positions: start..start + 3, hash: [n; 32], pixels: [].into() }
+    }
+
+    #[test]
+    fn texts_with_different_images_share_no_blocks_even_if_their_chains_are_the_same() {
+        let mut blocks = BlockManager::new(&limits(&[None, Some(4)]), 0);
+        let text = [0; 9];
+        let compute = |blocks: &mut BlockManager, images: &[PromptImage]| {
+            let (mut table, cached) = blocks.admit(&text, images, Priority::Interactive, &salt(0));
+            blocks.grow(&mut table, text.len()).unwrap();
+            blocks.commit(&mut table, &text, images);
+            blocks.release(table);
+            cached
+        };
+        let [one, other] = [1, 2].map(|n| vec![image(3, n)]);
+        assert_eq!([compute(&mut blocks, &one), compute(&mut blocks, &one)], [0, 8]);
+        assert_eq!([compute(&mut blocks, &other), compute(&mut blocks, &other)], [2, 8]);
+        assert_eq!(compute(&mut blocks, &[image(2, 1)]), 2, "the same image one position before");
+        assert_eq!(compute(&mut blocks, &[image(3, 1), image(6, 2)]), 6, "the same image, and another one");
+        assert_eq!(compute(&mut blocks, &[]), 2, "no image");
+
+        let third = vec![image(3, 3)];
+        let begin = Parent::Node(blocks.longest_path(&text, &one, &salt(0))[0]);
+        let [first, forged] = [&one, &third]
+            .map(|images| blocks.chain(&begin, &BlockText::new(1, &text[SIZE..2 * SIZE], images)));
+        blocks.by_chain.insert(forged, blocks.by_chain[&first]);
+        assert_eq!([compute(&mut blocks, &third), compute(&mut blocks, &third)], [2, 2]);
+    }
+
+    /// The window of three at position 6 has the image's beginning, the window of two has not.
+    #[test]
+    fn a_prefix_ends_within_an_image_only_if_the_windows_have_its_beginning() {
+        for (window, expected) in [(3, 6), (2, 4)] {
+            let mut blocks = BlockManager::new(&limits(&[None, Some(window)]), 0);
+            let images = [image(4, 1)];
+            let (mut table, _) = blocks.admit(&[0; 7], &images, Priority::Interactive, &salt(0));
+            blocks.grow(&mut table, 7).unwrap();
+            blocks.commit(&mut table, &[0; 7], &images);
+            let cached = blocks.admit(&[0; 7], &images, Priority::Interactive, &salt(0)).1;
+            assert_eq!(cached, expected, "window of {window}");
+        }
+    }
+
     /// A text that a sequence computes.
     struct Text {
         tokens: Vec<u32>,
+        images: Vec<PromptImage>,
         computed: usize,
         salt: usize,
         table: BlockTable,
+    }
+
+    impl Text {
+        /// The tokens, with different ones in the place of each image.
+        fn seen(&self) -> Vec<u32> {
+            let mut seen = self.tokens.clone();
+            for PromptImage { positions, hash, .. } in &self.images {
+                for (row, position) in positions.clone().enumerate() {
+                    seen[position] = 10 * (1 + u32::from(hash[0])) + row as u32;
+                }
+            }
+            seen
+        }
+
+        /// The image that has tokens before `position` and tokens after it.
+        fn split_at(&self, position: usize) -> Option<&PromptImage> {
+            self.images
+                .iter()
+                .find(|image| (image.positions.start + 1..image.positions.end).contains(&position))
+        }
     }
 
     /// The contents of a block: the text up to its end, its salt, and a number that is different each time that the
@@ -870,8 +995,9 @@ mod tests {
         fn write(&mut self, text: &Text, end: usize) {
             self.beginnings += 1;
             let beginning = if text.computed == 0 { self.beginnings } else { self.beginning(&text.table) };
+            let seen = text.seen();
             for index in text.computed / SIZE..end.div_ceil(SIZE) {
-                let tokens = text.tokens[..end.min((index + 1) * SIZE)].to_vec();
+                let tokens = seen[..end.min((index + 1) * SIZE)].to_vec();
                 let content = Content { text: tokens, salt: text.salt, beginning };
                 for (pool, list) in self.pools.iter_mut().zip(&text.table.blocks) {
                     pool.insert(list.get(index).expect("a block to write to"), content.clone());
@@ -881,8 +1007,9 @@ mod tests {
 
         /// Panics unless the blocks of a text have the contents of that text under the same salt.
         fn check(&self, text: &Text) {
+            let seen = text.seen();
             for index in 0..text.computed.div_ceil(SIZE) {
-                let expected = (text.salt, &text.tokens[..text.computed.min((index + 1) * SIZE)]);
+                let expected = (text.salt, &seen[..text.computed.min((index + 1) * SIZE)]);
                 for (pool, list) in self.pools.iter().zip(&text.table.blocks) {
                     let Some(block) = list.get(index) else { continue };
                     assert_eq!((pool[&block].salt, &pool[&block].text[..]), expected, "block {index}");
@@ -897,7 +1024,7 @@ mod tests {
         let seed = 0xb10c;
         println!("seed {seed}");
         let mut rng = ChaCha8Rng::seed_from_u64(seed);
-        let (mut hits, mut forks, mut dropped) = (0, 0, 0);
+        let (mut hits, mut forks, mut dropped, mut split) = (0, 0, 0, 0);
         let kinds: [&[Option<usize>]; 5] = [
             &[None],
             &[None, Some(4)],
@@ -917,22 +1044,40 @@ mod tests {
                     (0..3, _) if texts.len() < 6 => {
                         let len = rng.random_range(1..16);
                         let tokens: Vec<u32> = (0..len).map(|_| rng.random_range(0..2)).collect();
+                        let images: Vec<PromptImage> = match len {
+                            ..3 => Vec::new(),
+                            _ if rng.random() => Vec::new(),
+                            // Few positions, so that the texts before the images are often equal.
+                            _ => vec![image(rng.random_range(0..=(len - 3).min(2)), rng.random_range(0..2))],
+                        };
                         let salt_n = rng.random_range(0..3);
                         let priority =
                             if rng.random() { Priority::Interactive } else { Priority::Background };
-                        let held = blocks.held_prefix(&tokens, &salt(salt_n));
-                        let (table, computed) = blocks.admit(&tokens, priority, &salt(salt_n));
+                        let held = blocks.held_prefix(&tokens, &images, &salt(salt_n));
+                        let (table, computed) = blocks.admit(&tokens, &images, priority, &salt(salt_n));
                         assert!(held * SIZE <= computed && computed < len);
                         if computed > 0 {
                             hits += 1;
                             assert!(!forgotten.contains(&contents.beginning(&table)), "the text was dropped");
                         }
-                        texts.push(Text { tokens, computed, salt: salt_n, table });
+                        let text = Text { tokens, images, computed, salt: salt_n, table };
+                        if let Some(image) = text.split_at(computed) {
+                            split += 1;
+                            let has_image = |list: &BlockList| list.first * SIZE <= image.positions.start;
+                            assert!(text.table.blocks.iter().all(has_image), "the image's beginning");
+                        }
+                        texts.push(text);
                     }
-                    (3, Some(i)) if texts[i].computed > 0 && texts.len() < 6 => {
-                        let Text { ref tokens, computed, salt, ref table } = texts[i];
+                    (3, Some(i))
+                        if texts[i].computed > 0
+                            && texts[i].split_at(texts[i].computed).is_none()
+                            && texts.len() < 6 =>
+                    {
+                        let Text { ref tokens, ref images, computed, salt, ref table } = texts[i];
                         let (tokens, table) = (tokens[..computed].to_vec(), blocks.fork(table));
-                        texts.push(Text { tokens, computed, salt, table });
+                        let images = images.iter().filter(|image| image.positions.end <= computed);
+                        let images = images.cloned().collect();
+                        texts.push(Text { tokens, images, computed, salt, table });
                         forks += 1;
                     }
                     (4, Some(i)) => {
@@ -953,6 +1098,7 @@ mod tests {
                             text.tokens.push(rng.random_range(0..2));
                         }
                         let end = rng.random_range(text.computed + 1..=text.tokens.len());
+                        let end = text.split_at(end).map_or(end, |image| image.positions.end);
                         if !blocks.has_room(blocks.wanted(&text.table, text.computed, end)) {
                             blocks.release(texts.swap_remove(i).table);
                             continue;
@@ -963,7 +1109,7 @@ mod tests {
                         }
                         contents.write(text, end);
                         text.computed = end;
-                        blocks.commit(&mut text.table, &text.tokens[..end]);
+                        blocks.commit(&mut text.table, &text.tokens[..end], &text.images);
                     }
                     _ => {}
                 }
@@ -971,7 +1117,9 @@ mod tests {
                 texts.iter().for_each(|text| contents.check(text));
             }
         }
-        println!("{hits} hits, {forks} forks, {dropped} dropped texts that others would have found");
-        assert!(hits > 500 && forks > 500 && dropped > 100, "too few cases");
+        println!(
+            "{hits} hits, {split} within an image, {forks} forks, {dropped} dropped texts that others would have found"
+        );
+        assert!(hits > 500 && forks > 500 && dropped > 100 && split > 50, "too few cases");
     }
 }

@@ -23,6 +23,13 @@ pub enum SubmitError {
     TooManyLogprobs { n: usize },
     #[error("{n} answers were requested, but at most {most} can run at the same time")]
     TooManyAnswers { n: usize, most: usize },
+    #[error("the prompt has images, but this model takes none")]
+    NoImages,
+    /// Scores and pooled states are computed for texts only.
+    #[error("log probabilities of the prompt are not computed for a prompt with images")]
+    ImagesScored,
+    #[error("the mean of the hidden states is not computed for a prompt with images")]
+    ImagesPooled,
     #[error(transparent)]
     Engine(#[from] EngineError),
 }

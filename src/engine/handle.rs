@@ -15,7 +15,7 @@ use super::answer::{Answer, Clock, Event};
 use super::energy::EnergyCounter;
 use super::error::{EngineError, SubmitError};
 use super::lease::Lease;
-use super::request::{EVENTS, KeepAlive, MAX_QUEUE, Request};
+use super::request::{EVENTS, KeepAlive, MAX_QUEUE, PromptImage, Request};
 use super::scheduler::SchedulerConfig;
 use super::sequence::Sequence;
 use super::shared::{EngineState, Permit, Shared, Signs, Stats, Unload};
@@ -199,6 +199,7 @@ impl EngineHandle {
         if let Some(id) = ids.find(|id| *id as usize >= vocab_size) {
             return Err(SubmitError::TokenOutOfRange { id, vocab_size });
         }
+        self.check_images(request)?;
         let n = logit_bias.len() + stop_token_ids.len();
         if n > MAX_BIASES {
             return Err(SubmitError::TooManyBiases { n });
@@ -216,6 +217,33 @@ impl EngineHandle {
             Some(n) if n > left => Err(SubmitError::ContextExceeded { prompt, max_tokens: Some(n), context }),
             n => Ok(n.unwrap_or(left)),
         }
+    }
+
+    /// Refuses images that cannot be computed. Panics if they do not have the model's form, which is the caller's work.
+    fn check_images(&self, request: &Request) -> Result<(), SubmitError> {
+        let Request { prompt, images, .. } = request;
+        if images.is_empty() {
+            return Ok(());
+        }
+        let Some(limits) = self.shared.limits.images else { return Err(SubmitError::NoImages) };
+        if request.pooling {
+            return Err(SubmitError::ImagesPooled);
+        }
+        if request.prompt_logprobs.is_some() {
+            return Err(SubmitError::ImagesScored);
+        }
+        let mut free = 0;
+        for PromptImage { positions, pixels, .. } in images {
+            assert!(
+                free <= positions.start && positions.end <= prompt.len(),
+                "images overlap, are not in order, or exceed the {} tokens of the prompt: {images:?}",
+                prompt.len()
+            );
+            assert_eq!(positions.len(), limits.tokens, "tokens of an image");
+            assert_eq!(pixels.len(), limits.pixel_bytes(), "bytes of an image's pixels");
+            free = positions.end;
+        }
+        Ok(())
     }
 
     /// `Ok` while the engine accepts requests.

@@ -8,12 +8,14 @@
 //! Steps overlap: while the device runs one step, the next one is already submitted. An id that one step draws feeds
 //! the next step on the device. The host checks stop ids and limits, and sends events, while the device computes.
 //!
-//! Steps do not overlap in three cases:
+//! Steps do not overlap in four cases:
 //!
 //! - [`EngineHandle::set_courtesy`] bounds the engine's share of the device's time.
 //! - A coprocessor computes part of the attention of a prompt. The runner waits for the coprocessor while it submits such a step. So
 //!   the engine submits the step only when no other step is in flight; otherwise the results of that other step would
 //!   be late.
+//! - An image must be encoded before a step. The engine waits until it is encoded, so it encodes only when no step is
+//!   in flight.
 //! - A sequence wants tokens of a draft model. The draft model drafts the ids after the last known id, and one step of
 //!   the model verifies all of them.
 //!
@@ -40,6 +42,7 @@ mod block_manager;
 mod energy;
 mod error;
 mod handle;
+mod image_slots;
 mod lease;
 mod mask;
 mod pace;
@@ -60,7 +63,9 @@ pub use handle::{Engine, EngineConfig, EngineHandle, TokenStream};
 pub use lease::{Lease, Turn};
 pub use mask::{Restriction, SharedMask, TokenMask};
 pub use pace::{Load, Pace};
-pub use request::{CacheSalt, ClientId, EVENTS, KeepAlive, MAX_QUEUE, Priority, PromptImage, Request};
+pub use request::{
+    CacheSalt, ClientId, EVENTS, ImageHash, KeepAlive, MAX_QUEUE, Priority, PromptImage, Request,
+};
 pub use scheduler::{Output, Scheduler, SchedulerConfig, SequenceShare, Step};
 pub use sequence::{Fork, Sequence, SequenceId};
 pub use shared::{DeviceTask, EngineState, Signs, Stats};

@@ -67,13 +67,16 @@ pub const EVENTS: usize = 1024;
 /// Maximum length of an engine's queue.
 pub const MAX_QUEUE: usize = 4096;
 
+/// The SHA-256 of an image's pixels.
+pub type ImageHash = [u8; 32];
+
 /// An image in a prompt.
 #[derive(Clone, PartialEq, Eq)]
 pub struct PromptImage {
     /// The positions of its tokens: [`ImageLimits::tokens`](crate::model::ImageLimits::tokens) of them.
     pub positions: Range<usize>,
-    /// The SHA-256 of the pixels. Images with the same hash are taken for the same image.
-    pub hash: [u8; 32],
+    /// Images with the same hash are taken for the same image.
+    pub hash: ImageHash,
     /// Red, green and blue, `[side, side, 3]`, as [`Runner::encode_image`](crate::model::Runner::encode_image) takes it.
     pub pixels: Arc<[u8]>,
 }
@@ -100,10 +103,10 @@ pub struct Request {
     /// Decides which ids may come next. Each answer gets its own copy.
     pub mask: Option<Box<dyn TokenMask>>,
     /// Requests log probabilities of all ids of the prompt except the first, and of this many of the most likely
-    /// alternatives at each position. Such a prompt does not use blocks of the prefix cache.
+    /// alternatives at each position. Such a prompt does not use blocks of the prefix cache, and has no images.
     pub prompt_logprobs: Option<usize>,
     /// Requests the mean of the prompt's hidden states instead of an answer. All fields above except `prompt` are then
-    /// ignored.
+    /// ignored. Such a prompt has no images.
     pub pooling: bool,
     /// The seeds of additional answers to the same prompt. The prompt is computed once.
     pub more_seeds: Vec<u64>,

@@ -7,7 +7,7 @@ use super::answer::{Ended, FinishReason};
 use super::block_manager::BlockTable;
 use super::error::EngineError;
 use super::mask::{PendingMask, Restriction, SharedMask};
-use super::request::{Priority, Request};
+use super::request::{Priority, PromptImage, Request};
 use super::speculation::{Adaptive, Drafter, Drafts, Lookup};
 use crate::model::{Draw, Logprobs, SamplingParams};
 
@@ -31,8 +31,9 @@ pub struct Sequence {
     /// The id that the sequence began with, by which steps in flight refer to it. `id` changes if the answer with that
     /// id is removed and a fork takes its place.
     pub(super) begun_as: SequenceId,
-    /// The request. Its prompt, mask and additional seeds are moved to `tokens`, `mask` and `forks`. A pooled prompt
-    /// bypasses the prefix cache: the cache has no hidden states, and an embedded text is rarely the beginning of a chat.
+    /// The request, with the images of the prompt. Its prompt, mask and additional seeds are moved to `tokens`, `mask`
+    /// and `forks`. A pooled prompt bypasses the prefix cache: the cache has no hidden states, and an embedded text is
+    /// rarely the beginning of a chat.
     pub request: Request,
     /// The prompt, and the ids of the answer that are known.
     pub tokens: Vec<u32>,
@@ -74,8 +75,8 @@ pub struct Sequence {
     pub(super) life: u32,
     /// The number of tokens that the prefix cache had when the sequence was first admitted.
     pub(super) cached: Option<usize>,
-    /// Whether no step has written tokens to the sequence's slot since it was admitted.
-    pub(super) fresh: bool,
+    /// The number of tokens that the prefix cache had when the sequence was last admitted.
+    pub(super) found: usize,
     /// The number of the scheduler's step in which the sequence last got tokens, or arrived.
     pub(super) last_step: u64,
     /// Whether the sequence is permanently interactive, because it was overdue or often preempted.
@@ -117,7 +118,7 @@ impl Sequence {
             preemptions: 0,
             life: 0,
             cached: None,
-            fresh: false,
+            found: 0,
             last_step: 0,
             promoted: false,
             suspect: None,
@@ -177,7 +178,6 @@ impl Sequence {
 
     /// Counts the next `len` tokens and `draft_tokens` draft tokens after them as submitted.
     pub(super) fn submit(&mut self, len: usize, draft_tokens: usize) {
-        self.fresh = false;
         self.submitted += len + draft_tokens;
         self.speculating = draft_tokens > 0;
         self.drafts.proposed += draft_tokens;
@@ -185,7 +185,7 @@ impl Sequence {
 
     /// Resets what was computed and submitted, because the sequence lost its blocks.
     pub(super) fn start_over(&mut self) {
-        (self.computed, self.submitted, self.drawn) = (0, 0, 0);
+        (self.found, self.computed, self.submitted, self.drawn) = (0, 0, 0, 0);
         self.speculating = false;
         self.draft_tokens.clear();
         self.scores.clear();
@@ -203,7 +203,7 @@ impl Sequence {
         child.arrival = self.arrival;
         child.slot = Some(self.fork_slots.pop().expect("a slot is reserved for each fork"));
         child.table = table;
-        (child.computed, child.submitted) = (self.computed, self.submitted);
+        (child.found, child.computed, child.submitted) = (self.found, self.computed, self.submitted);
         child.cached = self.cached;
         child.last_step = self.last_step;
         child.promoted = self.promoted;
@@ -257,9 +257,21 @@ impl Sequence {
     }
 
     /// The number of ids before the next tokens that the history of the slot lacks, because they came from the prefix
-    /// cache. 0 without penalties, which need the history.
+    /// cache, and no step has written tokens to the slot since then. 0 without penalties, which need the history.
     pub(super) fn missing_history(&self) -> usize {
-        if self.fresh && self.request.sampling.penalizes() { self.submitted } else { 0 }
+        let is_fresh = self.submitted == self.found;
+        if is_fresh && self.request.sampling.penalizes() { self.submitted } else { 0 }
+    }
+
+    /// The images of the prompt that end after `position`, in their order.
+    pub(super) fn images_after(&self, position: usize) -> impl Iterator<Item = &PromptImage> {
+        self.request.images.iter().filter(move |image| position < image.positions.end)
+    }
+
+    /// The image that would be split if the tokens before `position` were computed without the others.
+    pub(super) fn image_split_at(&self, position: usize) -> Option<&PromptImage> {
+        let first = self.images_after(position).next();
+        first.filter(|image| image.positions.start < position)
     }
 
     /// The number of next tokens after which an id of the prompt must be scored.

@@ -31,6 +31,12 @@ pub struct Stats {
     pub step_shares: u64,
     /// [`Sampled::used_experts`](crate::model::Sampled::used_experts) of the steps.
     pub used_experts: u64,
+    /// Number of images that were encoded.
+    pub images_encoded: u64,
+    /// Time that the images took to be encoded.
+    pub image_encoding_ns: u64,
+    /// How often a sequence share has an image whose embeddings a slot had already.
+    pub image_hits: u64,
     /// Time in which the engine's thread worked: it waited neither for the device nor for requests.
     pub host_ns: u64,
     /// How often the device was lost.

@@ -167,7 +167,8 @@ impl Lookup {
         self.indexed = tokens.len();
     }
 
-    /// Up to `most` draft tokens that follow `tokens`. Empty if no n-gram at the end occurred before.
+    /// Up to `most` draft tokens that follow `tokens`. Empty if no n-gram at the end occurred before. The ids at the
+    /// positions of images say nothing, but are looked up and drafted like others: the model verifies all drafts.
     pub fn draft(&mut self, tokens: &[u32], most: usize) -> Vec<u32> {
         self.index(tokens);
         let length = self.adaptive.length(tokens.len()).min(most);

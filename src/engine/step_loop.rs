@@ -363,7 +363,8 @@ impl StepLoop {
     /// Submits as many steps as may be in flight, waits for the oldest one, and commits it. Returns the time that it
     /// waited for the device.
     fn step(&mut self) -> Result<Duration, Failure> {
-        let mut drafting = Duration::ZERO;
+        // The time that the device drafts and encodes before steps are submitted.
+        let mut preparing = Duration::ZERO;
         let waited = self.take_turn();
         if self.lease.is_some() && self.turn.is_none() {
             return Ok(waited); // the engine must end
@@ -390,14 +391,16 @@ impl StepLoop {
                 Some(step) => step,
                 None => {
                     let Some((step, took)) = self.schedule()? else { break };
-                    drafting += took;
+                    preparing += took;
                     step
                 }
             };
-            // While the runner submits such a step, it waits for the coprocessor. The results of a step in flight would be
-            // delayed by that wait, and its measured time and energy would include those of this step.
+            // While the runner submits such a step, it waits for the coprocessor, or until an image is encoded. The
+            // results of a step in flight would be delayed by that wait, and its measured time and energy would include
+            // those of this step.
             let has_coprocessor = self.runner.loaded().attention_path() != 0;
-            if has_coprocessor && !self.in_flight.is_empty() && step.shared_prompt().is_some() {
+            let waits = has_coprocessor && step.shared_prompt().is_some() || !step.encodings.is_empty();
+            if waits && !self.in_flight.is_empty() {
                 self.held = Some(step);
                 break;
             }
@@ -410,7 +413,8 @@ impl StepLoop {
                 answer.permit = None;
                 answer.clock.start(|| self.ledger.zero());
             }
-            let ticket = match step.submit(self.runner.loaded()) {
+            preparing += self.encode_images(&step)?;
+            let ticket = match step.submit_encoded(self.runner.loaded()) {
                 Ok(ticket) => ticket,
                 Err(error) => return Err(self.failure(error, Some(&step))),
             };
@@ -425,7 +429,7 @@ impl StepLoop {
             self.shared.set_idle();
             self.ledger.end_span();
             self.turn = None;
-            return Ok(waited + drafting);
+            return Ok(waited + preparing);
         };
         let before = Instant::now();
         let sampled = self.runner.loaded().wait(ticket).map_err(|error| self.failure(error, Some(&step)))?;
@@ -442,7 +446,18 @@ impl StepLoop {
         // A client that gets the end of its answer must not find the answer among those that run.
         self.publish();
         outputs.into_iter().for_each(|output| self.send_output(output, done));
-        Ok(waited + (done - before) + drafting)
+        Ok(waited + (done - before) + preparing)
+    }
+
+    /// Encodes the images of a step before it is submitted. Returns the time that they took.
+    fn encode_images(&mut self, step: &Step) -> Result<Duration, Failure> {
+        let before = Instant::now();
+        step.encode_images(self.runner.loaded()).map_err(|error| self.failure(error, Some(step)))?;
+        let took = if step.encodings.is_empty() { Duration::ZERO } else { before.elapsed() };
+        self.stats.images_encoded += step.encodings.len() as u64;
+        self.stats.image_encoding_ns += took.as_nanos() as u64;
+        self.stats.image_hits += step.image_hits() as u64;
+        Ok(took)
     }
 
     /// Waits until no other engine computes. Returns the time of the wait.

@@ -136,7 +136,7 @@ impl Trial {
 
 /// The table of a sequence whose first `depth` positions were computed in chunks, like those of a prompt.
 fn table_at(blocks: &mut BlockManager, depth: usize, chunk: usize) -> BlockTable {
-    let (mut table, _) = blocks.admit(&[], Priority::Interactive, &CacheSalt::default());
+    let (mut table, _) = blocks.admit(&[], &[], Priority::Interactive, &CacheSalt::default());
     for start in (0..depth).step_by(chunk) {
         extend(blocks, &mut table, start, chunk.min(depth - start));
     }

@@ -240,7 +240,9 @@ impl Attached {
             // A prompt with several answers draws several times after the same row.
             let mut drawn = drawn.iter().filter(|row| rows.contains(&(**row as usize)));
             let is_one = drawn.next().is_none_or(|first| drawn.all(|row| row == first));
-            (matches!(sequence.input, Input::Ids(_)) && is_one).then_some(tokens)
+            // The NPU's kernels are causal, but the tokens of an image see each other in both directions.
+            let is_text = matches!(sequence.input, Input::Ids(_)) && sequence.images.is_empty();
+            (is_text && is_one).then_some(tokens)
         });
         let sequence = longest_chunk(chunks)?;
         let BatchSequence { start: first, input, .. } = &batch.sequences[sequence];

@@ -13,17 +13,19 @@ use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use unicorn::engine::{
     CacheSalt, EVENTS, Energy, EnergyCounter, Engine, EngineConfig, EngineError, EngineHandle, Event,
-    FinishReason, Fork, Joules, Lease, Load, Pace, Priority, Request, Restriction, Scheduler,
+    FinishReason, Fork, Joules, Lease, Load, Pace, Priority, PromptImage, Request, Restriction, Scheduler,
     SchedulerConfig, SharedMask, SubmitError, TokenMask, draft,
 };
 use unicorn::model::offload::LEAST_TOKENS;
-use unicorn::model::{Batch, Draw, Input, KvLimits, KvPool, Limits, Logprobs, Runner, SamplingParams};
+use unicorn::model::{
+    Batch, Draw, ImageLimits, Input, KvLimits, KvPool, Limits, Logprobs, Runner, SamplingParams,
+};
 
 use crate::support::driver::plain_sequence;
-use crate::support::engine::{END, assert_all_free, collect, request};
+use crate::support::engine::{END, assert_all_free, collect, image_at, request};
 use crate::support::fake_runner::{
     Control, FakeRunner, HANG, Script, fake_limits, fake_logprobs, fake_pooled, kv_with, mixed, mixed_answer,
-    says,
+    says, seen,
 };
 use crate::support::waits::wait_until;
 
@@ -1440,8 +1442,30 @@ fn random_limits(rng: &mut ChaCha8Rng) -> Limits {
         vocab_size: 512,
         hidden_size: 3,
         step_bytes: Vec::new(),
-        images: None,
+        images: rng.random_bool(0.7).then(|| ImageLimits {
+            side: 1,
+            tokens: rng.random_range(1..=max_batch_tokens.min(12)),
+            slots: rng.random_range(1..4),
+        }),
     }
+}
+
+/// Up to two of three images, at random positions of a prompt. The prompt may then end with the last one.
+fn random_images(rng: &mut ChaCha8Rng, limits: &Limits, prompt: &mut Vec<u32>) -> Vec<PromptImage> {
+    let Some(ImageLimits { tokens, .. }) = limits.images else { return Vec::new() };
+    let (mut images, mut free) = (Vec::new(), 0);
+    for _ in 0..rng.random_range(0..3) {
+        // Many prompts have an image at the same position.
+        let start = free + [0, 1, 5, rng.random_range(0..100)].choose(rng).expect("not empty");
+        if start + tokens <= prompt.len() {
+            images.push(image_at(start, tokens, rng.random_range(0..3)));
+            free = start + tokens;
+        }
+    }
+    if free > 0 && rng.random_bool(0.3) {
+        prompt.truncate(free);
+    }
+    images
 }
 
 #[test]
@@ -1457,22 +1481,24 @@ fn random_requests_and_cancellations_keep_answers_exact_and_free_all_blocks() {
         for _ in 0..30 {
             let len = rng.random_range(1..limits.max_context);
             // There are few different texts, so that many begin in the same way.
-            let prompt: Vec<u32> =
+            let mut prompt: Vec<u32> =
                 (0..len).map(|i| if i % 40 == 39 { rng.random_range(0..3) } else { i as u32 }).collect();
             let max_tokens = rng.random_range(1..=limits.max_context - len);
             let more_seeds: Vec<u64> =
                 (0..rng.random_range(0..limits.max_sequences.min(3))).map(|_| rng.random()).collect();
+            let images = random_images(&mut rng, &limits, &mut prompt);
+            let seen = seen(&prompt, &images, 512);
             let priority = if rng.random() { Priority::Interactive } else { Priority::Background };
             let client = rng.random_range(0..3);
-            let wanted =
-                Request { more_seeds: more_seeds.clone(), priority, client, ..request(&prompt, max_tokens) };
+            let plain = request(&prompt, max_tokens);
+            let wanted = Request { images, more_seeds: more_seeds.clone(), priority, client, ..plain };
             match engine.submit(wanted) {
-                Ok(stream) => open.push((stream, prompt, max_tokens, more_seeds)),
+                Ok(stream) => open.push((stream, seen, max_tokens, more_seeds)),
                 Err(SubmitError::QueueFull { .. }) => {}
                 Err(e) => panic!("{e} for {limits:?}"),
             }
             if open.len() > 3 || rng.random_bool(0.2) {
-                let Some((mut stream, prompt, max_tokens, more_seeds)) = open.pop() else {
+                let Some((mut stream, seen, max_tokens, more_seeds)) = open.pop() else {
                     continue;
                 };
                 if rng.random_bool(0.3) {
@@ -1488,7 +1514,7 @@ fn random_requests_and_cancellations_keep_answers_exact_and_free_all_blocks() {
                     }
                 }
                 for (seed, answer) in [0].iter().chain(&more_seeds).zip(answers) {
-                    assert_eq!(answer, mixed_answer(&prompt, max_tokens, *seed, 512, END), "{limits:?}");
+                    assert_eq!(answer, mixed_answer(&seen, max_tokens, *seed, 512, END), "{limits:?}");
                 }
             }
         }
@@ -1527,7 +1553,7 @@ fn the_scheduler_keeps_its_invariants_under_random_operations() {
     let mut rng = ChaCha8Rng::seed_from_u64(seed);
     let (mut operations, mut preemptions, mut forks, mut hits, mut longest_wait) = (0u64, 0, 0, 0, 0);
     let (mut accepted, mut drafted, mut drafts, mut pooled) = (0, 0, 0, 0);
-    let (mut losses, mut at_fault) = (0, 0);
+    let (mut losses, mut at_fault, mut encoded, mut split) = (0, 0, 0, 0);
     while operations < 120_000 {
         let limits = random_limits(&mut rng);
         let config = SchedulerConfig {
@@ -1573,6 +1599,8 @@ fn the_scheduler_keeps_its_invariants_under_random_operations() {
                     if rng.random_bool(0.3) {
                         tokens.fill_with(|| rng.random_range(0..2));
                     }
+                    let images = random_images(&mut rng, &limits, &mut tokens);
+                    let seen = seen(&tokens, &images, 512);
                     let salt = rng.random_range(0..3);
                     let mut sequence = plain_sequence(
                         next_id,
@@ -1586,8 +1614,11 @@ fn the_scheduler_keeps_its_invariants_under_random_operations() {
                     // For such a sequence the fake runner compares the history with the blocks, and calls the mask.
                     sampling.presence_penalty = if rng.random() { 0.5 } else { 0.0 };
                     sampling.min_tokens = rng.random_range(0..3);
-                    sequence.request.prompt_logprobs = rng.random_bool(0.2).then_some(1);
-                    sequence.request.pooling = rng.random_bool(0.2);
+                    // Scores and pooled states are computed for texts only.
+                    let is_text = images.is_empty();
+                    sequence.request.images = images;
+                    sequence.request.prompt_logprobs = (is_text && rng.random_bool(0.2)).then_some(1);
+                    sequence.request.pooling = is_text && rng.random_bool(0.2);
                     let mask: Option<Box<dyn TokenMask>> = match rng.random_range(0..10) {
                         0 | 1 => Some(Box::new(Parity::default())),
                         2 | 3 => Some(Box::new(OddAfterFours)),
@@ -1606,7 +1637,7 @@ fn the_scheduler_keeps_its_invariants_under_random_operations() {
                     forks += n;
                     let ids = next_id..=next_id + n as u64;
                     alive.extend(ids.clone().map(|id| (id, now)));
-                    texts.extend(ids.map(|id| (id, (salt, next_id, tokens.clone()))));
+                    texts.extend(ids.map(|id| (id, (salt, next_id, seen.clone()))));
                     next_id += 1 + n as u64;
                     scheduler.add(sequence);
                 }
@@ -1635,6 +1666,9 @@ fn the_scheduler_keeps_its_invariants_under_random_operations() {
                     }
                     if let Some(step) = step {
                         let ticket = step.submit(&mut *runner).expect("never fails");
+                        encoded += step.encodings.len();
+                        let spans = step.batch.sequences.iter().flat_map(|s| &s.images);
+                        split += spans.filter(|span| span.row > 0).count();
                         alive.extend(step.shares.iter().map(|share| (share.id, now)));
                         step.shares.iter().for_each(|share| compute(&mut firsts, &texts[&share.id]));
                         in_flight.push_back((ticket, step));
@@ -1713,8 +1747,9 @@ fn the_scheduler_keeps_its_invariants_under_random_operations() {
     }
     println!(
         "{operations} operations, {preemptions} preemptions, {forks} forks, {hits} cached, {pooled} pooled, {accepted} draft tokens accepted; \
-         {drafts} of {drafted} by the draft model; waited {longest_wait}"
+         {drafts} of {drafted} by the draft model; {encoded} images, {split} found in part; waited {longest_wait}"
     );
+    assert!(encoded > 500 && split > 40, "too few images");
     assert!(losses > 100 && at_fault > 10, "{losses} losses, {at_fault} at fault");
     assert!(pooled > 500, "too few pooled prompts");
     assert!(preemptions > 500 && forks > 500 && hits > 500 && accepted > 500, "too few events of some kind");

@@ -1,6 +1,6 @@
 //! Requests to an engine and their results, for tests without a server.
 
-use unicorn::engine::{EngineHandle, Event, Request, TokenStream};
+use unicorn::engine::{EngineHandle, Event, PromptImage, Request, TokenStream};
 use unicorn::model::SamplingParams;
 
 use super::waits::wait_until;
@@ -11,6 +11,11 @@ pub const END: u32 = 106;
 pub fn request(prompt: &[u32], max_tokens: usize) -> Request {
     let sampling = SamplingParams { stop_token_ids: vec![END], ..SamplingParams::GREEDY };
     Request { max_tokens: Some(max_tokens), sampling: sampling.into(), ..Request::new(prompt.to_vec()) }
+}
+
+/// Image `n` of one pixel, at `tokens` positions from `start` on.
+pub fn image_at(start: usize, tokens: usize, n: u8) -> PromptImage {
+    PromptImage { positions: start..start + tokens, hash: [n; 32], pixels: [n; 3].into() }
 }
 
 /// The ids of all token events, and the last event.

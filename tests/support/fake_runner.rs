@@ -3,7 +3,10 @@
 //! Its KV cache stores tokens instead of keys and values. Each place of a block holds the token that was written there
 //! and a hash of all tokens up to it. So a step that reads a block that was shared, copied, freed or reused wrongly
 //! fails. With a draft model there is a second cache, for that model.
-//! first.
+//!
+//! The embeddings of an image are a hash of its pixels. A token of an image depends on this hash and on its row, and
+//! not on its id. So a block with a part of another image fails, too. Scripts see other ids in the place of images
+//! ([`seen`]).
 
 use std::collections::{HashSet, VecDeque};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -11,6 +14,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::Duration;
 
 use unicorn::config::Courtesy;
+use unicorn::engine::PromptImage;
 use unicorn::model::offload::LEAST_TOKENS;
 use unicorn::model::{
     Batch, BatchSequence, BlockCopy, DraftRequest, Draw, Input, KvLimits, KvPool, Limits, Logprobs, Runner,
@@ -120,8 +124,49 @@ pub fn fake_pooled(prompt: &[u32]) -> Vec<f32> {
         .collect()
 }
 
+/// The id that scripts see for a token of an image with these pixels.
+fn seen_id(image: u64, row: usize, vocab_size: usize) -> u32 {
+    (fold(image, row as u64) % vocab_size as u64) as u32
+}
+
+fn embeddings(pixels: &[u8]) -> u64 {
+    pixels.iter().fold(0x1234_5678_9abc_def1, |h, byte| fold(h, u64::from(*byte)))
+}
+
+/// The ids that scripts see for a prompt with images.
+pub fn seen(prompt: &[u32], images: &[PromptImage], vocab_size: usize) -> Vec<u32> {
+    let mut seen = prompt.to_vec();
+    for PromptImage { positions, pixels, .. } in images {
+        for (row, position) in positions.clone().enumerate() {
+            seen[position] = seen_id(embeddings(pixels), row, vocab_size);
+        }
+    }
+    seen
+}
+
+/// A token in the cache.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Token {
+    id: u32,
+    /// The embeddings of its image, and its row there.
+    image: Option<(u64, usize)>,
+}
+
+impl Token {
+    fn fold_into(self, hash: u64) -> u64 {
+        match self.image {
+            Some((image, row)) => fold(fold(hash, image), !(row as u64)),
+            None => fold(hash, u64::from(self.id) + 1),
+        }
+    }
+
+    fn seen(self, vocab_size: usize) -> u32 {
+        self.image.map_or(self.id, |(image, row)| seen_id(image, row, vocab_size))
+    }
+}
+
 /// The content of a place in a block: a token, and the hash of all tokens up to it.
-type Place = Option<(u32, u64)>;
+type Place = Option<(Token, u64)>;
 
 /// The KV cache of one model.
 struct Cache {
@@ -153,12 +198,12 @@ impl Cache {
 
     /// The tokens before `start` in the blocks of the sequence, and their hash. Panics if the blocks are not of one
     /// text, or if the pools differ.
-    fn tokens_before(&self, s: &BatchSequence) -> (Vec<u32>, u64) {
+    fn tokens_before(&self, s: &BatchSequence) -> (Vec<Token>, u64) {
         let (mut tokens, mut hash) = (Vec::new(), 0);
         for position in 0..s.start {
             let held = self.pools[0][self.place(s, 0, position)];
             let (token, chain) = held.unwrap_or_else(|| panic!("position {position} was never computed"));
-            hash = fold(hash, u64::from(token) + 1);
+            hash = token.fold_into(hash);
             assert_eq!(chain, hash, "position {position} holds another text");
             tokens.push(token);
             for (pool, limits) in self.kv.pools.iter().enumerate().skip(1) {
@@ -171,12 +216,16 @@ impl Cache {
         (tokens, hash)
     }
 
-    fn write(&mut self, s: &BatchSequence, position: usize, place: (u32, u64)) {
+    fn write(&mut self, s: &BatchSequence, position: usize, place: (Token, u64)) {
         for pool in 0..self.pools.len() {
             let at = self.place(s, pool, position);
             self.pools[pool][at] = Some(place);
         }
     }
+}
+
+fn ids_of(tokens: &[Token]) -> Vec<u32> {
+    tokens.iter().map(|token| token.id).collect()
 }
 
 pub struct FakeRunner {
@@ -192,12 +241,14 @@ pub struct FakeRunner {
     history: Vec<Vec<u32>>,
     /// Sums of hidden states, by slot.
     sums: Vec<[f32; 3]>,
+    /// The embeddings of images, by slot of images.
+    images: Vec<Option<u64>>,
     tickets: u64,
     /// Whether courtesy limits the runner to one step in flight.
     is_bound: bool,
     pending: VecDeque<(Ticket, Sampled)>,
     /// The last step and the texts of its sequences, while it waits for masks.
-    unmasked: Option<(Batch, Sampling, Vec<Vec<u32>>)>,
+    unmasked: Option<(Batch, Sampling, Vec<Vec<Token>>)>,
     control: Control,
 }
 
@@ -212,6 +263,7 @@ impl FakeRunner {
             sampled: vec![None; limits.max_sequences],
             history: vec![vec![u32::MAX; limits.max_context]; limits.max_sequences],
             sums: vec![[f32::NAN; 3]; limits.max_sequences],
+            images: vec![None; limits.images.map_or(0, |images| images.slots)],
             limits,
             tickets: 0,
             is_bound: false,
@@ -268,8 +320,38 @@ impl FakeRunner {
         }
     }
 
+    /// The tokens of an input with these ids, after the tokens `before`. Panics unless it has whole images, or the rest
+    /// of an image whose beginning is in the cache, within every window.
+    fn tokens(&self, s: &BatchSequence, ids: &[u32], before: &[Token]) -> Vec<Token> {
+        let mut tokens: Vec<Token> = ids.iter().map(|id| Token { id: *id, image: None }).collect();
+        let size = self.limits.images.map_or(0, |images| images.tokens);
+        let (mut free, mut begun) = (0, before.last().and_then(|last| last.image));
+        for span in &s.images {
+            assert!(matches!(s.input, Input::Ids(_)), "an image must be in the prompt");
+            assert!(
+                free <= span.start && span.row + span.tokens == size,
+                "{span:?} is not in order, or split"
+            );
+            let image = self.images[span.slot as usize].expect("the slot has an image");
+            assert!(span.row == 0 || span.start == 0, "{span:?} has no beginning");
+            if span.row > 0 {
+                let rows = before[s.start - span.row..].iter().map(|token| token.image);
+                assert!(rows.eq((0..span.row).map(|row| Some((image, row)))), "{span:?} begins otherwise");
+                let mut windows = self.limits.kv.pools.iter().map(|pool| first_seen(pool.window, s.start));
+                assert!(windows.all(|first| first <= s.start - span.row), "{span:?} begins before a window");
+                begun = None;
+            }
+            for (row, token) in (span.row..).zip(&mut tokens[span.start..][..span.tokens]) {
+                token.image = Some((image, row));
+            }
+            free = span.start + span.tokens;
+        }
+        assert!(begun.is_none_or(|(_, row)| row + 1 == size), "the input lacks the rest of an image");
+        tokens
+    }
+
     /// Computes the results of a step.
-    fn sample(&mut self, batch: &Batch, sampling: &Sampling, texts: &[Vec<u32>], masks: &[Arc<[u32]>]) {
+    fn sample(&mut self, batch: &Batch, sampling: &Sampling, texts: &[Vec<Token>], masks: &[Arc<[u32]>]) {
         let (mut ids, mut logprobs) = (Vec::new(), Vec::new());
         let mut masks = masks.iter();
         for draw in &sampling.draws {
@@ -277,10 +359,11 @@ impl FakeRunner {
             let text = &texts[draw.sequence][..end];
             if draw.params.penalizes() {
                 let slot = batch.sequences[draw.sequence].slot as usize;
-                assert_eq!(self.history[slot][..end], *text, "the history of slot {slot}");
+                assert_eq!(self.history[slot][..end], ids_of(text), "the history of slot {slot}");
             }
             let mask = draw.masked.then(|| &**masks.next().expect("a mask for each masked draw"));
-            let id = allowed((self.script)(text, draw), text, draw, mask, self.limits.vocab_size as u32);
+            let text: Vec<u32> = text.iter().map(|token| token.seen(self.limits.vocab_size)).collect();
+            let id = allowed((self.script)(&text, draw), &text, draw, mask, self.limits.vocab_size as u32);
             logprobs.push(draw.logprobs.map(|n| fake_logprobs(id, n)));
             self.sampled[draw.slot as usize] = Some(id);
             ids.push((!self.control.take_not_finite()).then_some(id));
@@ -294,8 +377,8 @@ impl FakeRunner {
             }
             assert_eq!(sums[2], s.start as f32, "hidden states of slot {} that are added up", s.slot);
             let text = &texts[pooling.sequence];
-            for (position, id) in (s.start..).zip(&text[s.start..]) {
-                sums.iter_mut().zip(fake_state(position, *id)).for_each(|(sum, state)| *sum += state);
+            for (position, token) in (s.start..).zip(&text[s.start..]) {
+                sums.iter_mut().zip(fake_state(position, token.id)).for_each(|(sum, state)| *sum += state);
             }
             if pooling.last {
                 let is_finite = !self.control.take_not_finite();
@@ -339,12 +422,12 @@ impl Runner for FakeRunner {
                     vec![self.sampled[s.slot as usize].expect("LastSampled needs a sampled id")]
                 }
             };
-            for (position, id) in (s.start..).zip(&ids) {
-                assert!((*id as usize) < self.limits.vocab_size, "id {id}");
-                hash = fold(hash, u64::from(*id) + 1);
-                tokens.push(*id);
+            for (position, token) in (s.start..).zip(self.tokens(s, &ids, &tokens)) {
+                assert!((token.id as usize) < self.limits.vocab_size, "id {}", token.id);
+                hash = token.fold_into(hash);
+                tokens.push(token);
                 for cache in [Some(&mut self.cache), self.draft.as_mut()].into_iter().flatten() {
-                    cache.write(s, position, (*id, hash));
+                    cache.write(s, position, (token, hash));
                 }
             }
             let row = &mut self.history[s.slot as usize];
@@ -352,7 +435,7 @@ impl Runner for FakeRunner {
                 assert_eq!(known.len(), s.start, "history before the first token");
                 row[..s.start].copy_from_slice(known);
             }
-            row[s.start..tokens.len()].copy_from_slice(&tokens[s.start..]);
+            row[s.start..tokens.len()].copy_from_slice(&ids);
             texts.push(tokens);
         }
         for copy in &batch.history_copies {
@@ -391,6 +474,15 @@ impl Runner for FakeRunner {
         Ok(sampled)
     }
 
+    fn encode_image(&mut self, slot: u32, pixels: &[u8]) -> Result<(), RunnerError> {
+        let limits = self.limits.images.expect("the model takes images");
+        assert_eq!(pixels.len(), limits.pixel_bytes(), "bytes of pixels");
+        assert!(self.unmasked.is_none(), "an image was encoded before the masks of the last step");
+        // Steps in flight have read the slot when they were submitted.
+        self.images[slot as usize] = Some(embeddings(pixels));
+        self.control.encode(slot, pixels, self.pending.len())
+    }
+
     fn has_draft(&self) -> bool {
         self.draft.is_some()
     }
@@ -414,17 +506,19 @@ impl Runner for FakeRunner {
             let (mut id, mut draft_tokens) = (known[0], Vec::new());
             for position in s.start..s.start + wanted {
                 assert!(draw.slot == s.slot && !draw.masked && draw.logprobs.is_none(), "{draw:?}");
-                hash = fold(hash, u64::from(id) + 1);
-                tokens.push(id);
+                let token = Token { id, image: None };
+                hash = token.fold_into(hash);
+                tokens.push(token);
                 assert!(written.insert(cache.place(s, 0, position)), "position {position} twice");
-                cache.write(s, position, (id, hash));
+                cache.write(s, position, (token, hash));
                 let row = &mut self.history[s.slot as usize];
                 row[position] = id;
                 if draw.params.penalizes() {
-                    assert_eq!(row[..=position], tokens, "the history of slot {}", s.slot);
+                    assert_eq!(row[..=position], ids_of(&tokens), "the history of slot {}", s.slot);
                 }
                 let vocab_size = self.limits.vocab_size as u32;
-                id = allowed((self.script)(&tokens, draw), &tokens, draw, None, vocab_size);
+                let text: Vec<u32> = tokens.iter().map(|token| token.seen(self.limits.vocab_size)).collect();
+                id = allowed((self.script)(&text, draw), &text, draw, None, vocab_size);
                 id = if hash >> 62 < self.wrong { (id + 1) % vocab_size } else { id };
                 draft_tokens.push(id);
             }
@@ -486,6 +580,16 @@ impl RunnerFactory for FakeFactory {
 #[derive(Clone, Default)]
 pub struct Control(Arc<(Mutex<ControlState>, Condvar)>);
 
+/// An image that was encoded.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Encoding {
+    pub slot: u32,
+    pub pixels: Vec<u8>,
+    /// Number of steps that were submitted before, and of those that were then in flight.
+    pub steps: usize,
+    pub in_flight: usize,
+}
+
 #[derive(Default)]
 struct ControlState {
     batches: Vec<Batch>,
@@ -493,6 +597,8 @@ struct ControlState {
     in_flight: Vec<usize>,
     courtesies: Vec<(usize, Courtesy)>,
     drafts: Vec<Vec<Vec<u32>>>,
+    encodings: Vec<Encoding>,
+    fail_encodings_at: Vec<usize>,
     attention_path: u32,
     draws: usize,
     /// The number of steps that may end. `None` = no limit.
@@ -554,6 +660,11 @@ impl Control {
     /// The device refuses step `n`, counted from 0.
     pub fn fail_submit_at(&self, n: usize) {
         self.set(|s| s.fail_submit_at = Some(n));
+    }
+
+    /// Encoding `n`, counted from 0, loses the device.
+    pub fn fail_encoding_at(&self, n: usize) {
+        self.set(|s| s.fail_encodings_at.push(n));
     }
 
     /// Every step with this id in its input is lost while it runs.
@@ -642,6 +753,21 @@ impl Control {
     /// The draft tokens of each call of the draft model, by request.
     pub fn drafts(&self) -> Vec<Vec<Vec<u32>>> {
         self.lock().drafts.clone()
+    }
+
+    /// The encoded images.
+    pub fn encodings(&self) -> Vec<Encoding> {
+        self.lock().encodings.clone()
+    }
+
+    fn encode(&self, slot: u32, pixels: &[u8], in_flight: usize) -> Result<(), RunnerError> {
+        let mut state = self.lock();
+        let (steps, encoded) = (state.batches.len(), state.encodings.len());
+        state.encodings.push(Encoding { slot, pixels: pixels.to_vec(), steps, in_flight });
+        match state.fail_encodings_at.contains(&encoded) {
+            true => Err(RunnerError::Lost("the encoder hangs".into())),
+            false => Ok(()),
+        }
     }
 
     fn drafted(&self, drafts: &[Vec<u32>]) {

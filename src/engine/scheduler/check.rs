@@ -50,6 +50,8 @@ impl Scheduler {
             slots.extend(&s.fork_slots);
             assert_eq!(s.forks.len(), s.fork_slots.len(), "sequence {}: slots of its forks", s.id);
             assert!(s.slot.is_some() && s.computed <= s.submitted, "sequence {}", s.id);
+            let is_whole = |position| position == s.found || s.image_split_at(position).is_none();
+            assert!(is_whole(s.computed) && is_whole(s.submitted), "sequence {}: an image is split", s.id);
             let known = s.tokens.len() + s.drawn;
             assert!(
                 s.speculating || s.submitted <= known,

@@ -64,7 +64,11 @@ impl Scheduler {
         } else if sequence.request.pooling {
             self.blocks.leave_windows(&mut sequence.table, computed);
         } else {
-            self.blocks.commit(&mut sequence.table, &sequence.tokens[..computed]);
+            // A share never ends within an image (`Scheduler::without_split_images`). So `computed` is within one only
+            // until the first share after a cached prefix that ends there is committed. A sequence that ends or is
+            // preempted before that has registered nothing.
+            let images = &sequence.request.images;
+            self.blocks.commit(&mut sequence.table, &sequence.tokens[..computed], images);
             if (was_prefill && computed >= sequence.prompt_len) || end.is_some() {
                 self.blocks.end_turn(&sequence.table);
             }

@@ -11,11 +11,17 @@
 //! A step has a budget of tokens. Prompts are split into chunks (chunked prefill). If other sequences decode in the
 //! same step, the chunks are short enough that the step stays within [`SchedulerConfig::gap`].
 //!
+//! The tokens of an image see each other in both directions. So a chunk never ends within an image, even if the first
+//! chunk of the step then exceeds the gap. An image that no slot of the runner has is encoded before the step
+//! ([`Step::encodings`]), which takes about as long as a step. So at most one image is encoded for a step for which
+//! others wait.
+//!
 //! Background sequences get tokens only if no interactive sequence waits or runs. Their steps stay within the same gap
 //! and do not overlap, so an interactive request that arrives waits at most for the rest of one such step.
 //!
 //! The first in line is the oldest request of the client that got the fewest tokens until now. No sequence starves: a
-//! sequence that got no tokens for [`SchedulerConfig::patience`] steps becomes interactive and first in line.
+//! sequence that got no tokens for [`SchedulerConfig::patience`] steps becomes interactive and first in line. If it
+//! runs, it comes before the sequences that decode, which may leave no room for an image.
 //!
 //! If blocks run out, a sequence of lower priority or later arrival is preempted: it loses its blocks, waits, and is
 //! computed again, except for the blocks that the prefix cache has. So the first in line always gets tokens.
@@ -45,6 +51,7 @@ use std::time::Duration;
 use self::fairness::Served;
 pub use self::step::{Output, SequenceShare, Step};
 use super::block_manager::{BlockManager, PoolUse};
+use super::image_slots::ImageSlots;
 use super::request::{ClientId, Priority};
 use super::sequence::{Sequence, SequenceId};
 use super::speculation::DraftTotals;
@@ -88,6 +95,8 @@ pub struct Scheduler {
     limits: Limits,
     config: SchedulerConfig,
     blocks: BlockManager,
+    /// The images that the runner has after the steps scheduled so far.
+    image_slots: ImageSlots,
     /// The waiting sequences, in order of arrival.
     waiting: Vec<Sequence>,
     /// The running sequences, in order of arrival.
@@ -110,7 +119,8 @@ pub struct Scheduler {
 }
 
 impl Scheduler {
-    /// Panics if the pools have no room for one sequence of full length, because a long request could never run.
+    /// Panics if the pools have no room for one sequence of full length, because a long request could never run, or if
+    /// a step has no room for an image.
     pub fn new(limits: Limits, config: SchedulerConfig) -> Self {
         assert!(
             limits.max_batch_tokens > 0 && limits.max_sequences > 0,
@@ -120,6 +130,12 @@ impl Scheduler {
             limits.max_draws >= limits.max_sequences,
             "max_draws must be at least max_sequences: {limits:?}"
         );
+        assert!(
+            limits.images.is_none_or(|images| {
+                (1..=limits.max_batch_tokens).contains(&images.tokens) && images.slots > 0
+            }),
+            "a step must have room for an image: {limits:?}"
+        );
         let least = limits.kv.most_blocks(limits.max_context, limits.max_batch_tokens);
         assert!(
             limits.kv.pools.iter().zip(&least).all(|(pool, least)| pool.blocks >= *least),
@@ -128,6 +144,7 @@ impl Scheduler {
         let free_slots = (0..limits.max_sequences as u32).rev().collect();
         Self {
             blocks: BlockManager::new(&limits.kv, config.turn_blocks),
+            image_slots: ImageSlots::new(limits.images.map_or(0, |images| images.slots)),
             limits,
             config,
             waiting: Vec::new(),

@@ -29,8 +29,13 @@ impl Scheduler {
         let keeps_gap =
             class == Priority::Background || self.engines > 1 || self.decoding(class).next().is_some();
         let mut step = PendingStep::new(&self.limits, keeps_gap);
+        self.image_slots.begin_step(if keeps_gap { 1 } else { usize::MAX });
+        let is_overdue = |s: &Sequence| s.is_overdue(self.steps, self.config.patience);
+        for id in self.runnable(class, is_overdue) {
+            self.add_to_step(&mut step, id, pace);
+        }
         for decodes in [true, false] {
-            for id in self.runnable(class, decodes) {
+            for id in self.runnable(class, |s| (s.pending() == 1) == decodes) {
                 self.add_to_step(&mut step, id, pace);
             }
         }
@@ -50,11 +55,11 @@ impl Scheduler {
         if has_interactive { Priority::Interactive } else { Priority::Background }
     }
 
-    /// The running sequences of a class that have pending tokens and are not yet in the step: those that decode, or the
-    /// others. The list has ids, because forks and preemptions change the indices while the caller iterates over it.
-    fn runnable(&self, class: Priority, decodes: bool) -> Vec<SequenceId> {
+    /// The running sequences of a class that have pending tokens and are not yet in the step, and that `is_wanted`
+    /// selects. The list has ids, because forks and preemptions change the indices while the caller iterates over it.
+    fn runnable(&self, class: Priority, is_wanted: impl Fn(&Sequence) -> bool) -> Vec<SequenceId> {
         let is_in = |s: &Sequence| s.last_step == self.steps;
-        let is_runnable = |s: &Sequence| !is_in(s) && s.pending() > 0 && (s.pending() == 1) == decodes;
+        let is_runnable = |s: &Sequence| !is_in(s) && s.pending() > 0 && is_wanted(s);
         let may_run = |s: &&Sequence| s.class() == class && self.may_run(s) && is_runnable(s);
         self.running.iter().filter(may_run).map(|s| s.id).collect()
     }
@@ -76,7 +81,7 @@ impl Scheduler {
         sequence.last_step = self.steps;
         self.served.add_tokens(sequence.request.client, len);
         self.drafts.of(draft.by).proposed += draft.ids.len();
-        if step.push(sequence, len, draft) {
+        if step.push(sequence, len, draft, &mut self.image_slots) {
             self.split_forks(step, index);
         }
     }
@@ -88,15 +93,48 @@ impl Scheduler {
             0 | 1 => pending.min(step.tokens),
             _ => self.chunk(step, sequence.submitted, pending, pace),
         };
+        let len = self.without_split_images(step, sequence, len);
         let draws = if sequence.request.pooling { 0 } else { 1 + sequence.forks.len() };
         match sequence.unscored() {
-            // The step has no room for the draw after the last token, so that token waits for the next step.
-            0 if len == pending && draws > step.draws => len - 1,
+            0 if len == 0 => 0,
+            // The step has no room for the draw after the last token, so that token waits for the next step, with the
+            // rest of its image.
+            0 if len == pending && draws > step.draws => {
+                let image = sequence.image_split_at(sequence.submitted + len - 1);
+                image.map_or(len - 1, |image| image.positions.start.saturating_sub(sequence.submitted))
+            }
             0 => len,
-            // Each scored token needs a draw. The draw after the prompt must be in a later step, because all draws of a
-            // sequence write to the same slot.
+            // A scored prompt has no images. Each scored token needs a draw. The draw after the prompt must be in a
+            // later step, because all draws of a sequence write to the same slot.
             unscored => len.min(unscored).min(step.draws),
         }
+    }
+
+    /// The length of a sequence's share for which there is room for `len` tokens, so that the share does not end within
+    /// an image, and so that there is a slot for each of its images. A share that would end within an image ends before
+    /// it. If it would then be empty, it has the rest of the image: in a step that must stay within the gap, only if it
+    /// is the first chunk of the step. An otherwise empty step always has room for that rest.
+    fn without_split_images(&self, step: &PendingStep, sequence: &Sequence, len: usize) -> usize {
+        let (start, mut end) = (sequence.submitted, sequence.submitted + len);
+        if len == 0 || sequence.images_after(start).next().is_none() {
+            return len;
+        }
+        let mut slots = self.image_slots.clone();
+        for image in sequence.images_after(start) {
+            let first = image.positions.start.max(start);
+            if first >= end {
+                break;
+            }
+            let rest = image.positions.end - start;
+            let may_exceed = first == start && rest <= step.tokens && !(step.keeps_gap && step.prefills);
+            if end < image.positions.end && may_exceed {
+                end = image.positions.end;
+            }
+            if end < image.positions.end || slots.take(&image.hash).is_none() {
+                return first - start;
+            }
+        }
+        end - start
     }
 
     /// How many of the `pending` tokens of a prompt, from position `start` on, the step has room for. In a step that

@@ -11,6 +11,7 @@ use std::iter;
 use super::Scheduler;
 use super::step::{SequenceShare, Step};
 use crate::engine::block_manager::BlockManager;
+use crate::engine::image_slots::ImageSlots;
 use crate::engine::sequence::{Sequence, SequenceId};
 
 impl Scheduler {
@@ -29,9 +30,9 @@ impl Scheduler {
         self.running.iter().filter(is_in).map(|s| s.id).collect()
     }
 
-    /// Restarts after the device was lost while it computed the sequences `in_flight`. All blocks are empty, no step is
-    /// in flight, and every sequence waits to be computed again. Removes the sequences that caused the loss, and
-    /// returns their ids with those of their forks.
+    /// Restarts after the device was lost while it computed the sequences `in_flight`. All blocks and all slots of
+    /// images are empty, no step is in flight, and every sequence waits to be computed again. Removes the sequences
+    /// that caused the loss, and returns their ids with those of their forks.
     pub fn restart(&mut self, in_flight: &[SequenceId]) -> Vec<SequenceId> {
         let is_in_flight = |s: &Sequence| in_flight.contains(&s.id);
         let was_alone = self.replaying().is_some();
@@ -52,6 +53,7 @@ impl Scheduler {
             self.put_back(last);
         }
         self.blocks = BlockManager::new(&self.limits.kv, self.config.turn_blocks);
+        self.image_slots = ImageSlots::new(self.limits.images.map_or(0, |images| images.slots));
         self.has_suspects = true;
         let (ended, waiting) = self.waiting.drain(..).partition(|s| faulty.contains(&s.id));
         self.waiting = waiting;

@@ -85,7 +85,7 @@ impl Scheduler {
             return false;
         }
         let salt = sequence.request.cache_salt.on_path(self.attention_path);
-        let held = self.blocks.held_prefix(&sequence.tokens, &salt);
+        let held = self.blocks.held_prefix(&sequence.tokens, &sequence.request.images, &salt);
         for (wanted, pool) in wanted.iter_mut().zip(&kv.pools) {
             *wanted -= pool.window.map_or(held, |_| 0);
         }
@@ -98,13 +98,13 @@ impl Scheduler {
         let mut sequence = self.waiting.remove(index);
         sequence.request.cache_salt = sequence.request.cache_salt.on_path(self.attention_path);
         let known: &[u32] = if sequence.bypasses_cache() { &[] } else { &sequence.tokens };
+        let request = &sequence.request;
         let (table, cached) =
-            self.blocks.admit(known, sequence.request.priority, &sequence.request.cache_salt);
+            self.blocks.admit(known, &request.images, request.priority, &request.cache_salt);
         sequence.table = table;
-        (sequence.computed, sequence.submitted) = (cached, cached);
+        (sequence.found, sequence.computed, sequence.submitted) = (cached, cached, cached);
         sequence.cached.get_or_insert(cached.min(sequence.prompt_len));
         sequence.slot = self.free_slots.pop();
-        sequence.fresh = true;
         let others = self.free_slots.len() - sequence.forks.len();
         sequence.fork_slots = self.free_slots.split_off(others);
         let id = sequence.id;

@@ -5,13 +5,15 @@ use std::ops::Range;
 use rayon::prelude::*;
 
 use crate::engine::answer::Ended;
+use crate::engine::image_slots::{ImageSlots, TakenSlot};
 use crate::engine::mask::PendingMask;
 use crate::engine::pace::Load;
+use crate::engine::request::PromptImage;
 use crate::engine::sequence::{Sequence, SequenceId};
 use crate::engine::speculation::{Drafter, Drafts};
 use crate::model::{
-    Batch, BatchSequence, HistoryCopy, Input, Limits, Logprobs, Pooling, Runner, RunnerError, Sampling,
-    Ticket, longest_chunk,
+    Batch, BatchSequence, HistoryCopy, ImageSpan, Input, Limits, Logprobs, Pooling, Runner, RunnerError,
+    Sampling, Ticket, longest_chunk,
 };
 
 /// A step: the arrays for the runner, and the shares of the sequences in it.
@@ -19,6 +21,8 @@ use crate::model::{
 pub struct Step {
     pub batch: Batch,
     pub sampling: Sampling,
+    /// The images that are encoded before the step is submitted, with their slots.
+    pub encodings: Vec<(u32, PromptImage)>,
     /// One mask for each masked draw, in the order of the draws.
     pub(in crate::engine) masks: Vec<PendingMask>,
     pub load: Load,
@@ -27,9 +31,26 @@ pub struct Step {
 }
 
 impl Step {
+    /// Encodes the images of the step that no slot has, and submits the step with its masks.
+    pub fn submit(&self, runner: &mut dyn Runner) -> Result<Ticket, RunnerError> {
+        self.encode_images(runner)?;
+        self.submit_encoded(runner)
+    }
+
+    /// Encodes the images of the step that no slot has. Each step does this once, in the order of the steps.
+    pub(in crate::engine) fn encode_images(&self, runner: &mut dyn Runner) -> Result<(), RunnerError> {
+        self.encodings.iter().try_for_each(|(slot, image)| runner.encode_image(*slot, &image.pixels))
+    }
+
+    /// The number of images of the step whose embeddings a slot had already, for each share that has the image.
+    pub(in crate::engine) fn image_hits(&self) -> usize {
+        let spans: usize = self.batch.sequences.iter().map(|sequence| sequence.images.len()).sum();
+        spans - self.encodings.len()
+    }
+
     /// Submits the step to the runner, and then the masks of its draws. The host computes the masks while the device
     /// computes the layers.
-    pub fn submit(&self, runner: &mut dyn Runner) -> Result<Ticket, RunnerError> {
+    pub(in crate::engine) fn submit_encoded(&self, runner: &mut dyn Runner) -> Result<Ticket, RunnerError> {
         let ticket = runner.submit(&self.batch, &self.sampling)?;
         if !self.masks.is_empty() {
             // A grammar takes long for a mask, so the masks are computed in parallel.
@@ -40,7 +61,7 @@ impl Step {
     }
 
     /// The share for whose prompt a coprocessor computes a part of the attention, if the runner has one with room for
-    /// it. A coprocessor computes nothing for shares with draft tokens and for scored texts.
+    /// it. A coprocessor computes nothing for shares with draft tokens or images and for scored texts.
     pub(in crate::engine) fn shared_prompt(&self) -> Option<&SequenceShare> {
         let chunk = |share: &SequenceShare| share.is_prompt().then_some(share.tokens);
         longest_chunk(self.shares.iter().map(chunk)).map(|i| &self.shares[i])
@@ -59,6 +80,7 @@ pub struct SequenceShare {
     /// Number of tokens that the step computes for the sequence, including draft tokens. 0 for a fork, which draws
     /// after the tokens of its parent.
     pub(in crate::engine) tokens: usize,
+    has_images: bool,
     pub(super) yields: Yields,
     pub(super) draft: DraftTokens,
 }
@@ -133,7 +155,7 @@ impl SequenceShare {
     /// them.
     fn is_prompt(&self) -> bool {
         let is_scored = matches!(&self.yields, Yields::Scores(draws) if draws.len() > 1);
-        self.draft.ids.is_empty() && !is_scored
+        self.draft.ids.is_empty() && !is_scored && !self.has_images
     }
 }
 
@@ -154,9 +176,15 @@ impl PendingStep {
     }
 
     /// Puts the next `len` tokens of a running sequence and then the draft tokens into the step. The step must have
-    /// room for them, and the sequence must have the blocks. Returns whether an id of the answer is drawn after the
-    /// `len` tokens.
-    pub(super) fn push(&mut self, sequence: &mut Sequence, len: usize, draft: DraftTokens) -> bool {
+    /// room for them, there must be slots for their images, and the sequence must have the blocks. Returns whether an
+    /// id of the answer is drawn after the `len` tokens.
+    pub(super) fn push(
+        &mut self,
+        sequence: &mut Sequence,
+        len: usize,
+        draft: DraftTokens,
+        image_slots: &mut ImageSlots,
+    ) -> bool {
         let (start, pending, missing) = (sequence.submitted, sequence.pending(), sequence.missing_history());
         let history = (missing > 0).then(|| sequence.tokens[..missing].to_vec());
         let input = if start + len <= sequence.tokens.len() {
@@ -170,7 +198,9 @@ impl PendingStep {
         };
         let draws_before = self.step.sampling.draws.len();
         let yields = self.add_draws(sequence, len, draft.ids.len());
-        self.step.batch.sequences.push(batch_entry(sequence, start, input, history));
+        let images = self.take_slots(sequence, start..start + len, image_slots);
+        let entry = BatchSequence { images, ..batch_entry(sequence, start, input, history) };
+        self.step.batch.sequences.push(entry);
         let tokens = len + draft.ids.len();
         self.tokens -= tokens;
         self.draws -= self.step.sampling.draws.len() - draws_before;
@@ -181,6 +211,32 @@ impl PendingStep {
         let draws = matches!(yields, Yields::Ids(_));
         self.share(sequence, start + len, tokens, yields, draft);
         draws
+    }
+
+    /// The images at some positions of a sequence, with slots. Those that no slot has are encoded before the step.
+    fn take_slots(
+        &mut self,
+        sequence: &Sequence,
+        positions: Range<usize>,
+        image_slots: &mut ImageSlots,
+    ) -> Vec<ImageSpan> {
+        let images = sequence.images_after(positions.start);
+        let images = images.take_while(|image| image.positions.start < positions.end);
+        let spans = images.map(|image| {
+            assert!(image.positions.end <= positions.end, "an image must not be split");
+            let TakenSlot { slot, is_new } = image_slots.take(&image.hash).expect("there is a slot");
+            if is_new {
+                self.step.encodings.push((slot, image.clone()));
+            }
+            let first = image.positions.start.max(positions.start);
+            ImageSpan {
+                start: first - positions.start,
+                tokens: image.positions.end - first,
+                slot,
+                row: first - image.positions.start,
+            }
+        });
+        spans.collect()
     }
 
     /// Adds the draws and sums for the next `len` tokens of a sequence, before the sequence becomes the last one of the
@@ -227,7 +283,9 @@ impl PendingStep {
 
     fn share(&mut self, sequence: &Sequence, end: usize, tokens: usize, yields: Yields, draft: DraftTokens) {
         let &Sequence { id, begun_as, life, .. } = sequence;
-        self.step.shares.push(SequenceShare { id, begun_as, life, end, tokens, yields, draft });
+        let has_images = self.step.batch.sequences.last().is_some_and(|entry| !entry.images.is_empty());
+        let share = SequenceShare { id, begun_as, life, end, tokens, has_images, yields, draft };
+        self.step.shares.push(share);
     }
 
     /// The step, or `None` if it has no sequence.
@@ -240,7 +298,8 @@ fn slot_of(sequence: &Sequence) -> u32 {
     sequence.slot.expect("a running sequence has a slot")
 }
 
-/// The batch entry of a running sequence: `input` at positions `start..`, and the blocks of the sequence.
+/// The batch entry of a running sequence: `input` at positions `start..`, without images, and the blocks of the
+/// sequence.
 pub(super) fn batch_entry(
     sequence: &Sequence,
     start: usize,
