@@ -231,6 +231,17 @@ impl ModelRunner {
                 request.vision = None;
                 place(device, &request, weights, options)?
             }
+            Ok((_, limits)) if vision.is_some() && limits.images.is_none() => {
+                let tokens = vision.map_or(0, |vision| vision.spec.tokens());
+                let context = limits.max_context;
+                let problem = format!("an image has {tokens} tokens, and the context {context}");
+                if options.vision == VisionMode::On {
+                    return Err(LoadError::Option(format!("{problem}: ask for a longer one (--context)")));
+                }
+                tracing::warn!("the model is loaded without its vision tower, and refuses images: {problem}");
+                request.vision = None;
+                place(device, &request, weights, options)?
+            }
             placed => placed?,
         };
         let bytes_per_s = plan.slowest_read();

@@ -15,7 +15,7 @@ use super::spec::{AttentionHeads, LayerSpec, Mixture, ModelSpec, each_once};
 use super::tensors::{Layer, ModelTensors, Projections, TensorSpec};
 use super::vision::TowerRequest;
 use super::weights::Weights;
-use super::{KvLimits, KvPool, Limits, MAX_BIASES, first_seen};
+use super::{ImageLimits, KvLimits, KvPool, Limits, MAX_BIASES, first_seen};
 use crate::checkpoint::{CheckpointError, Tensor};
 use crate::gpu::INDIRECT_BYTES;
 use crate::gpu::placement::{self, Class, Machine, MemoryKind, Plan, Refusal, Request};
@@ -52,6 +52,8 @@ const MAX_LAYER_MACS: u64 = 110_000_000_000;
 const PRODUCT_TOKENS: usize = 32;
 /// Slots for partials of attention beyond one for each token. More workgroups than this fill any device.
 const SPARE_PARTIALS: Room = Room { single: 448, tiles: 256 };
+/// The tokens that a step has room for besides those of an image: one of every sequence, and a few of another prompt.
+const TOKENS_BESIDE_IMAGE: usize = MAX_SEQUENCES + 16;
 /// The least tokens of a step, however large the model is: one of every sequence, and as many of a prompt.
 const MIN_BATCH_TOKENS: usize = 2 * MAX_SEQUENCES;
 
@@ -315,8 +317,8 @@ impl<'a> MemoryRequest<'a> {
         let macs = layers.max();
         let bounded =
             (MAX_LAYER_MACS / macs.expect("a model at least")) as usize / PRODUCT_TOKENS * PRODUCT_TOKENS;
-        // An image is never split over steps.
-        let image = self.vision.map_or(0, |vision| vision.spec.tokens());
+        // An image is never split over steps, and does not wait until no other sequence needs tokens.
+        let image = self.vision.map_or(0, |vision| vision.spec.tokens() + TOKENS_BESIDE_IMAGE);
         let most = self.max_batch_tokens.max(image).min(bounded.max(MIN_BATCH_TOKENS).max(image));
         most.min(self.longest_context())
     }
@@ -328,6 +330,13 @@ impl<'a> MemoryRequest<'a> {
         let most = kv.most_blocks(context, MAX_IN_FLIGHT * self.batch_tokens());
         kv.pools.iter_mut().zip(most).for_each(|(pool, most)| pool.blocks = sequences * most);
         kv.pools
+    }
+
+    /// How the model takes images. `None` without a tower, and if a step has no room for an image: a step never has a part of
+    /// one.
+    fn images(&self, max_batch_tokens: usize) -> Option<ImageLimits> {
+        let limits = self.vision?.limits(max_batch_tokens);
+        (limits.tokens <= max_batch_tokens).then_some(limits)
     }
 
     /// The limits of a runner with that context and those pools.
@@ -342,7 +351,7 @@ impl<'a> MemoryRequest<'a> {
             max_context: context,
             vocab_size: self.config.vocab_size,
             hidden_size: self.config.hidden_size,
-            images: self.vision.map(|vision| vision.limits(max_batch_tokens)),
+            images: self.images(max_batch_tokens),
             step_bytes: match self.config.mixture {
                 None => Vec::new(),
                 Some(_) => {

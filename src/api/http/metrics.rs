@@ -288,6 +288,11 @@ fn of_engines<'a>(out: &mut Exposition<'a>, engines: &[(&'a str, (Arc<Service>, 
         counter "unicorn_step_sequences_total" = stats.step_shares, "Answers that had a share in those.";
         counter "unicorn_used_experts_total" = stats.used_experts,
             "Experts that those used, each counted once for a layer and step.";
+        counter "unicorn_mm_cache_queries_total" = stats.images_encoded + stats.image_hits,
+            "Images that answers needed.";
+        counter "unicorn_mm_cache_hits_total" = stats.image_hits, "Those whose embeddings were there.";
+        counter "unicorn_image_encoding_seconds_total" = stats.image_encoding_ns as f64 / 1e9,
+            "Time in which the others were encoded, and no answer went on.";
         counter "unicorn_recovery_seconds_total" = stats.recovery_ns as f64 / 1e9,
             "Time from losses of the device, and failures of its NPU, until it computed again.";
         counter "unicorn_host_seconds_total" = stats.host_ns as f64 / 1e9,
