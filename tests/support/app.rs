@@ -118,7 +118,9 @@ fn loaded_as(
     let (runner, control) = FakeRunner::new(limits, script);
     let engine = Engine::start(runner, EngineConfig { queue, ..EngineConfig::default() });
     let calls = CallFormat::of(&template, &tokenizer);
-    server.library().first().1.set_card(card(&tokenizer, &template));
+    let takes_images = engine.limits().images.is_some();
+    let card = ModelCard { takes_images, ..card(&tokenizer, &template) };
+    server.library().first().1.set_card(card);
     server.library().first().1.set_ready(Service::new(
         engine.clone(),
         tokenizer,
@@ -146,6 +148,7 @@ fn card(tokenizer: &Tokenizer, template: &ChatTemplate) -> ModelCard {
         vocab_size: tokenizer.vocab_size(),
         template: template.source().to_owned(),
         can_think: tokenizer.thought_tokens().is_some(),
+        takes_images: false,
     }
 }
 
