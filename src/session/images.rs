@@ -1,7 +1,8 @@
 //! The images of a request, from what a client sent to what the engine takes.
 //!
 //! A file is decoded only after the prompt is known to fit into the context, so the context bounds the number of images. The
-//! callers are on threads that may block.
+//! pixels of all requests that wait or run are bounded, too, and so is the number of pictures that are decoded at the same
+//! time. The callers are on threads that may block.
 
 use std::ops::Range;
 use std::sync::{Arc, Condvar, Mutex};
@@ -13,6 +14,9 @@ use crate::model::ImageLimits;
 
 /// The most pictures that are decoded at the same time: one takes up to 1.5 GB for a few seconds.
 const DECODED_AT_ONCE: usize = 2;
+
+/// The most bytes of pixels of all requests that wait or run in this process. A single request may have more.
+const HELD_BYTES: usize = 1 << 30;
 
 /// An image of a request.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -45,6 +49,39 @@ impl Image {
     }
 }
 
+/// The bytes of pixels of all requests that wait or run.
+static HELD: Mutex<usize> = Mutex::new(0);
+
+/// Room for the pixels of one request, until it is dropped.
+#[derive(Debug)]
+pub(super) struct HeldImages {
+    bytes: usize,
+}
+
+impl HeldImages {
+    /// Room for this many bytes. An error if other requests have too many; they will end.
+    pub fn take(bytes: usize) -> Result<Self, SessionError> {
+        let mut held = HELD.lock().expect("nothing panics under this lock");
+        if *held > 0 && bytes > HELD_BYTES.saturating_sub(*held) {
+            let problem = format!(
+                "the images of other requests take {} MB, and these would take {} MB more; at most {} MB are held",
+                *held >> 20,
+                bytes >> 20,
+                HELD_BYTES >> 20
+            );
+            return Err(SessionError::Shortage(problem));
+        }
+        *held += bytes;
+        Ok(Self { bytes })
+    }
+}
+
+impl Drop for HeldImages {
+    fn drop(&mut self) {
+        *HELD.lock().expect("nothing panics under this lock") -= self.bytes;
+    }
+}
+
 /// The number of pictures that are being decoded in this process.
 static DECODED: Mutex<usize> = Mutex::new(0);
 static DONE: Condvar = Condvar::new();
@@ -66,5 +103,28 @@ impl Drop for DecoderTurn {
     fn drop(&mut self) {
         *DECODED.lock().expect("nothing panics under this lock") -= 1;
         DONE.notify_one();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pixels_of_all_requests_together_are_bounded() {
+        // No other unit test takes room.
+        let alone = HeldImages::take(3 * HELD_BYTES).expect("a single request may have more");
+        let error = HeldImages::take(1).expect_err("too many");
+        assert!(
+            matches!(&error, SessionError::Shortage(problem) if problem.contains("take 3072 MB")),
+            "{error}"
+        );
+        drop(alone);
+        let half = HeldImages::take(HELD_BYTES / 2).expect("room");
+        let other = HeldImages::take(HELD_BYTES / 2).expect("room");
+        assert!(HeldImages::take(1).is_err());
+        drop(half);
+        assert!(HeldImages::take(HELD_BYTES / 2).is_ok());
+        drop(other);
     }
 }

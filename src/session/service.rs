@@ -8,6 +8,7 @@ use super::answer::AnswerText;
 use super::conversation::as_text;
 use super::error::SessionError;
 use super::grammar::ResponseGrammar;
+use super::images::HeldImages;
 use super::mask::{AnswerMask, CallGuard, Failure, ThoughtGuard, TokenRules};
 use super::request::{GenerateRequest, Truncation};
 use super::tools::ToolChoice;
@@ -270,22 +271,24 @@ impl Service {
         Ok(PromptIds { ids, images })
     }
 
-    /// The images of a prompt, decoded. A prompt that is too long is refused first.
+    /// The images of a prompt, decoded, and the room that they take. A prompt that is too long is refused first.
     fn decoded(
         &self,
         request: &GenerateRequest,
         prompt: &PromptIds,
-    ) -> Result<Vec<PromptImage>, SessionError> {
+    ) -> Result<(Vec<PromptImage>, Option<HeldImages>), SessionError> {
         let (Some(limits), false) = (self.engine.limits().images, prompt.images.is_empty()) else {
-            return Ok(Vec::new());
+            return Ok((Vec::new(), None));
         };
         let (tokens, context) = (prompt.ids.len(), self.engine.limits().max_context);
         if tokens >= context {
             return Err(context_exceeded(tokens, context));
         }
+        let held = HeldImages::take(prompt.images.len() * limits.pixel_bytes())?;
         let image =
             |(at, image): &(Range<usize>, usize)| request.images[*image].for_prompt(&limits, at.clone());
-        prompt.images.iter().map(image).collect()
+        let images = prompt.images.iter().map(image).collect::<Result<_, _>>()?;
+        Ok((images, Some(held)))
     }
 
     /// How many of the prompt's last ids to keep. `None` = all.
@@ -351,14 +354,15 @@ impl Service {
         let more = request.n.unwrap_or(1).saturating_sub(1) as u64;
         let seed = request.seed.unwrap_or_else(random_u64);
         let prompt = prompt(self.kept(request))?;
+        let (images, held) = self.decoded(request, &prompt)?;
         let mut engine = Request {
             seed,
-            images: self.decoded(request, &prompt)?,
+            images,
             max_tokens: request.max_tokens,
             more_seeds: (1..=more).map(|i| seed.wrapping_add(i)).collect(),
             ..Request::new(prompt.ids)
         };
-        let mut answer = AnswerText::new(self.tokenizer.detokenizer(true), stops);
+        let mut answer = AnswerText::new(self.tokenizer.detokenizer(true), stops).with_images(held);
         let tools = || request.tools.callable().map(|(_, tool)| tool);
         if self.calls.tokens.is_some() && is_conversation {
             let tools = tools().map(|tool| (tool.name.as_str(), &tool.parameters));
