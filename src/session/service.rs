@@ -226,7 +226,10 @@ impl Service {
 
     /// How the model takes images, and their tokens. An error is the reason why it takes none.
     fn image_limits(&self) -> Result<(ImageLimits, ImageTokens), &'static str> {
-        let limits = self.engine.limits().images.ok_or("this model reads text only: leave the images out")?;
+        let limits =
+            self.engine.limits().images.ok_or(
+                "this model reads text only: leave the images out, or ask a model that takes images",
+            )?;
         let tokens = self.image_tokens.ok_or(
             "this model's tokenizer has no tokens for images, so it reads text only: use the tokenizer of the \
              checkpoint that takes images, or leave the images out",
@@ -336,8 +339,8 @@ impl Service {
         // A model that may call no tool does not begin a call.
         let open = self.calls.tokens.as_ref().map(|tokens| tokens.open);
         let unwanted = open.filter(|_| is_conversation && calls.is_none());
-        let of_images = self.image_limits().map(|(_, tokens)| tokens.ids()).unwrap_or_default();
-        let of_images = of_images.into_iter().filter(|id| (*id as usize) < vocab_size);
+        let of_images = self.image_limits().ok().map(|(_, tokens)| tokens.ids());
+        let of_images = of_images.into_iter().flatten().filter(|id| (*id as usize) < vocab_size);
         let suppressed: Vec<u32> =
             self.suppress_tokens.iter().copied().chain(of_images).chain(unwanted).collect();
         let biases = request.logit_bias.iter().filter(|(id, _)| !suppressed.contains(id));

@@ -271,12 +271,3 @@ fn join_paragraphs(mut before: String, text: &str) -> String {
     before.push_str(text);
     before
 }
-
-/// Python's `str.strip()`. It removes Unicode's whitespace and the four separators U+001C..U+001F.
-pub(super) fn python_trim(text: &str) -> &str {
-    text.trim_matches(is_python_space)
-}
-
-pub(super) fn is_python_space(c: char) -> bool {
-    c.is_whitespace() || ('\u{1c}'..='\u{1f}').contains(&c)
-}

@@ -11,8 +11,6 @@ use std::ops::Range;
 use serde::{Deserialize, Serialize, Serializer};
 use serde_json::json;
 
-use super::chat::is_python_space;
-
 const PARAGRAPH: &str = "\n\n";
 
 /// A text with images in it.
@@ -154,4 +152,13 @@ impl Serialize for Content {
             Part::Image(_) => json!({"type": "image"}),
         }))
     }
+}
+
+/// Python's `str.strip()`. It removes Unicode's whitespace and the four separators U+001C..U+001F.
+pub(super) fn python_trim(text: &str) -> &str {
+    text.trim_matches(is_python_space)
+}
+
+pub(super) fn is_python_space(c: char) -> bool {
+    c.is_whitespace() || ('\u{1c}'..='\u{1f}').contains(&c)
 }

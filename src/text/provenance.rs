@@ -14,7 +14,8 @@ use jiff::Timestamp;
 use serde_json::Value;
 
 use super::added::{Kind, Placed};
-use super::chat::{Message, is_python_space};
+use super::chat::Message;
+use super::content::is_python_space;
 use super::error::{MAX_TEXT_BYTES, TextError};
 use super::kwargs::{Keys, changed};
 use super::template::{ChatTemplate, TemplateInput};

@@ -18,7 +18,8 @@ use minijinja::value::Value;
 use minijinja::{Environment, Error, ErrorKind, State};
 use serde::Deserialize;
 
-use super::chat::{Message, Order, python_trim};
+use super::chat::{Message, Order};
+use super::content::python_trim;
 use super::error::{MAX_TEXT_BYTES, TextError};
 use super::family::Family;
 use super::jinja::{self, Exceeded, FUEL, Program};

@@ -331,7 +331,12 @@ fn add_message(conversation: &mut Conversation, at: &str, message: MessageParam)
     };
     for (i, block) in blocks.into_iter().enumerate() {
         let at = format!("{at}.content[{i}]");
-        // The result of a tool, which may be empty. It is checked in every block, as the document says.
+        if let BlockType::Other(kind) = &block.r#type {
+            return Err(unknown_part(&at, kind, &["text", "image", "tool_use", "tool_result"]));
+        }
+        // The file of an image, and the result of a tool, which may be empty. They are checked in every block, as the
+        // document says.
+        let file = file_of(&at, block.source)?;
         let given =
             block.content.map(|content| result(conversation, &field(&at, "content"), content)).transpose()?;
         match (&block.r#type, &role) {
@@ -355,7 +360,7 @@ fn add_message(conversation: &mut Conversation, at: &str, message: MessageParam)
                 say(&mut said, conversation);
                 conversation.think(&block.thinking.unwrap_or_default());
             }
-            (BlockType::Image, _) => add_image(conversation, &mut said, &at, block.source)?,
+            (BlockType::Image, _) => add_image(conversation, &mut said, &at, file)?,
             _ => said.push_paragraph(&paragraph(&at, &role, block.r#type, block.text)?.into()),
         }
     }
@@ -411,33 +416,42 @@ fn result(conversation: &mut Conversation, at: &str, content: ResultContent) -> 
     let mut joined = Content::default();
     for (i, block) in blocks.into_iter().enumerate() {
         let at = format!("{at}[{i}]");
+        if let ResultBlockType::Other(kind) = &block.r#type {
+            return Err(unknown_part(&at, kind, ResultBlockType::WORDS));
+        }
+        let file = file_of(&at, block.source)?;
         match block.r#type {
-            ResultBlockType::Text => joined.push_paragraph(&required(block.text, &at, "text")?.into()),
-            ResultBlockType::Image => add_image(conversation, &mut joined, &at, block.source)?,
-            ResultBlockType::Other(kind) => return Err(unknown_part(&at, &kind, ResultBlockType::WORDS)),
+            ResultBlockType::Image => add_image(conversation, &mut joined, &at, file)?,
+            _ => joined.push_paragraph(&required(block.text, &at, "text")?.into()),
         }
     }
     Ok(joined)
 }
 
-/// Adds the image of a block to a content.
-fn add_image(
-    conversation: &mut Conversation,
-    content: &mut Content,
-    at: &str,
-    source: Option<ImageSource>,
-) -> Result<(), ApiError> {
-    let source = required(source, at, "source")?;
-    let source_at = field(at, "source");
+/// The file of the block at the path `at`, if it has one.
+fn file_of(at: &str, source: Option<ImageSource>) -> Result<Option<String>, ApiError> {
+    let Some(source) = source else { return Ok(None) };
+    let at = field(at, "source");
     if let ImageSourceType::Other(kind) = source.r#type {
         let problem = format!(
             "expected base64, got {:?}: this server loads no addresses and stores no files, so send the image itself",
             short(&kind)
         );
-        return Err(ApiError::unsupported(field(&source_at, "type"), problem));
+        return Err(ApiError::unsupported(field(&at, "type"), problem));
     }
-    let file = required(source.data, &source_at, "data")?;
-    push_image(conversation, content, field(at, "type"), field(&source_at, "data"), file);
+    required(source.data, &at, "data").map(Some)
+}
+
+/// Adds the image of the block at the path `at` to a content.
+fn add_image(
+    conversation: &mut Conversation,
+    content: &mut Content,
+    at: &str,
+    file: Option<String>,
+) -> Result<(), ApiError> {
+    let file = required(file, at, "source")?;
+    let param = field(&field(at, "source"), "data");
+    push_image(conversation, content, field(at, "type"), param, file);
     Ok(())
 }
 
@@ -451,8 +465,8 @@ fn paragraph(
     match kind {
         BlockType::Text => required(text, at, "text"),
         BlockType::RedactedThinking if *role == MessageRole::Assistant => Ok(String::new()),
-        BlockType::Other(kind) => Err(unknown_part(at, &kind, &["text", "image", "tool_use", "tool_result"])),
         BlockType::Image
+        | BlockType::Other(_)
         | BlockType::ToolUse
         | BlockType::ToolResult
         | BlockType::Thinking

@@ -190,6 +190,11 @@ fn content(
     let mut joined = Content::default();
     for (i, part) in parts.into_iter().enumerate() {
         let at = format!("{at}.{name}[{i}]");
+        // It is checked in every part, as the document says.
+        if Refused::is_asked(part.file_id) && !matches!(part.r#type, InputPartType::Other(_)) {
+            let problem = "this server stores no files: send the image itself in image_url, as \"data:image/png;base64,...\"";
+            return Err(ApiError::unsupported(field(&at, "file_id"), problem));
+        }
         match part.r#type {
             InputPartType::InputText
             | InputPartType::OutputText
@@ -198,11 +203,6 @@ fn content(
             InputPartType::Refusal => joined.push_text(&required(part.refusal, &at, "refusal")?),
             InputPartType::InputImage => {
                 const IMAGE_URL: &str = "image_url";
-                if Refused::is_asked(part.file_id) {
-                    let problem = "this server stores no files: send the image itself in image_url, as \
-                                   \"data:image/png;base64,...\"";
-                    return Err(ApiError::unsupported(field(&at, "file_id"), problem));
-                }
                 let file = required(part.image_url, &at, IMAGE_URL)?;
                 push_image(conversation, &mut joined, field(&at, "type"), field(&at, IMAGE_URL), file);
             }
