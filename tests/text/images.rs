@@ -257,5 +257,5 @@ fn an_answer_can_continue_a_message_with_images() {
     let messages = [Message::new("user", "a"), Message::new("assistant", content(&[Part::Image(0)]))];
     let (ids, positions) =
         ids_of(&gemma_template(), &tokenizer, &messages, PromptEnding::Continued, 4).expect("encodes");
-    assert_eq!(positions, [ids.len() - 6..ids.len() - 2]);
+    assert_eq!(positions.first(), Some(&(ids.len() - 6..ids.len() - 2)));
 }
