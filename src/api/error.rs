@@ -424,7 +424,10 @@ impl From<SessionError> for ApiError {
     fn from(error: SessionError) -> Self {
         match error {
             SessionError::Invalid { param, problem } => Self::Invalid { param, problem },
-            SessionError::Context(problem) => Self::context(problem),
+            SessionError::Unsupported { param, problem } => Self::Unsupported { param, problem },
+            SessionError::Context { problem, tokens } => {
+                Self::Context { param: PROMPT_OF_A_CHAT, problem, tokens }
+            }
             SessionError::Text(problem) => Self::text(problem),
             SessionError::Shortage(problem) => Self::Shortage(problem),
             SessionError::Grammar(problem) => Self::Grammar(problem),

@@ -38,8 +38,8 @@ use crate::engine::{ClientId, Event, Joules, Request, Timings, TokenStream};
 use crate::library::{InUse, LibraryError, Model, Stage};
 use crate::session::{AnswerText, Delta, GenerateRequest, Reason, Service, SessionError};
 
-/// The maximum time for a whole body. For 8 MiB that is 70 KB/s, which an uplink of 0.6 Mbit/s reaches. Many clients may
-/// hold their places for that long at the same time, so [`Options::permit_timeout`] is longer.
+/// The maximum time for a whole body. For 32 MiB, with images, that is 280 KB/s, which an uplink of 2.3 Mbit/s reaches, and
+/// for a long conversation of 8 MiB of text 70 KB/s. Many clients may hold their places for that long at the same time, so [`Options::permit_timeout`] is longer.
 const BODY_TIMEOUT: Duration = Duration::from_secs(120);
 /// Bytes per second that a body must reach on average after [`Options::body_grace`]: the rate of a telephone modem. A
 /// client that holds a place as long as possible must send half a megabyte, instead of forty bytes.

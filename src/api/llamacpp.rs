@@ -260,10 +260,11 @@ post_route! {
                         (Some(prompt), _) => service
                             .encode(&prompt, text.add_special_tokens.unwrap_or(true), None)
                             .map_err(|error| ApiError::from(error).in_prompt("prompt"))?,
-                        (None, Some(messages)) => {
+                        (None, Some((messages, images))) => {
                             let (ending, template_kwargs) = (template.ending(&messages)?, template.kwargs()?);
                             let conversation = GenerateRequest {
                                 messages,
+                                images,
                                 tools,
                                 ending,
                                 template_kwargs,

@@ -144,7 +144,7 @@ fn by_prompt(messages: &[Message]) -> Option<Purpose> {
     let in_chat = |role: &str| !matches!(role, "system" | "developer");
     let mut messages = messages.iter().filter(|message| in_chat(&message.role));
     let (Some(only), None) = (messages.next(), messages.next()) else { return None };
-    let text = &only.content;
+    let text = only.content.text();
     if only.role != "user" || !text.starts_with(OPEN_WEBUI.opening) {
         return None;
     }

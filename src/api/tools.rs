@@ -13,7 +13,7 @@ use crate::api::ids::new_id;
 use crate::api::wire::bounded::ToolName;
 use crate::api::wire::{field, required, short};
 use crate::session::{Conversation, Tool, ToolChoice, Tools};
-use crate::text::{CallPiece, whole_parameters};
+use crate::text::{CallPiece, Content, whole_parameters};
 
 /// The JSON schema of a tool's parameters, which are an object.
 #[derive(Debug, Clone, PartialEq, Deserialize)]
@@ -117,9 +117,9 @@ pub(in crate::api) fn add_result(
     conversation: &mut Conversation,
     at: &str,
     id: &str,
-    text: String,
+    content: Content,
 ) -> Result<(), ApiError> {
-    if conversation.result(id, text) {
+    if conversation.result(id, content) {
         return Ok(());
     }
     let problem = format!("no call before it has the id {:?}", short(id));

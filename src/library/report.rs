@@ -44,6 +44,8 @@ pub struct ModelCard {
     pub template: String,
     /// Whether the model can think before it answers.
     pub can_think: bool,
+    /// Whether the model takes images.
+    pub takes_images: bool,
 }
 
 /// What the server, its device and the machine report at one moment; `None` = the system does not report it.

@@ -1,6 +1,9 @@
 //! Turns the engine's events into the text of an answer.
 
+use std::sync::Arc;
+
 use super::error::SessionError;
+use super::images::HeldImages;
 use super::mask::Failure;
 use crate::engine::{Event, FinishReason, Timings};
 use crate::model::Logprobs;
@@ -22,6 +25,8 @@ pub struct AnswerText {
     calls: Option<CallReader>,
     /// Set if the answer cannot follow its grammar any longer.
     failure: Option<Failure>,
+    /// The room of the prompt's images, which are held until the last answer has ended.
+    _images: Option<Arc<HeldImages>>,
 }
 
 /// What one event adds to an answer, or the sum of several events ([`Delta::append`]).
@@ -107,7 +112,14 @@ impl Reason {
 
 impl AnswerText {
     pub fn new(detokenizer: Detokenizer, stops: StopMatcher) -> Self {
-        Self { reader: AnswerReader::new(detokenizer), thought_n: 0, stops, calls: None, failure: None }
+        let reader = AnswerReader::new(detokenizer);
+        Self { reader, thought_n: 0, stops, calls: None, failure: None, _images: None }
+    }
+
+    /// Holds the room of the prompt's images as long as this value or a copy of it lives.
+    #[must_use]
+    pub(super) fn with_images(self, images: Option<HeldImages>) -> Self {
+        Self { _images: images.map(Arc::new), ..self }
     }
 
     /// The answer is a text of its own. Otherwise it continues the prompt's text.

@@ -9,7 +9,8 @@ use std::collections::HashMap;
 use serde::de::IgnoredAny;
 use serde_json::json;
 
-use crate::text::{CalledFunction, Message, ToolCall};
+use super::images::Image;
+use crate::text::{CalledFunction, Content, Message, ToolCall};
 
 /// A tool call of an earlier answer.
 #[derive(Debug, Clone, PartialEq)]
@@ -23,6 +24,8 @@ pub struct Call {
 #[derive(Debug, Default)]
 pub struct Conversation {
     messages: Vec<Message>,
+    /// The images of the messages, which refer to them by their index.
+    images: Vec<Image>,
     /// The calls of each id. If a later turn uses an id again, its calls replace the earlier ones.
     by_id: HashMap<String, Calls>,
     /// The number of calls until now, and of those before the last turn that called.
@@ -30,8 +33,8 @@ pub struct Conversation {
     calls_before: usize,
     /// What the assistant thought before its next message.
     thought: Option<String>,
-    /// Results that are not yet messages: the index of the call among all calls, the tool and the text.
-    results: Vec<(usize, String, String)>,
+    /// Results that are not yet messages: the index of the call among all calls, the tool and the content.
+    results: Vec<(usize, String, Content)>,
 }
 
 /// Calls of one turn that have the same id.
@@ -44,10 +47,16 @@ struct Calls {
 }
 
 impl Conversation {
-    pub fn say(&mut self, role: &str, text: &str) {
+    pub fn say(&mut self, role: &str, content: impl Into<Content>) {
         self.write_results();
         let thought = self.thought.take().filter(|_| role == "assistant");
-        self.messages.push(Message::new(role, text).after(thought));
+        self.messages.push(Message::new(role, content).after(thought));
+    }
+
+    /// Takes an image, and returns its number, for [`Content::push_image`].
+    pub fn image(&mut self, image: Image) -> usize {
+        self.images.push(image);
+        self.images.len() - 1
     }
 
     /// Adds to what the assistant thought before its next message or calls. Empty thoughts are nothing.
@@ -84,23 +93,23 @@ impl Conversation {
     /// a turn have the id, their results must come in the order of the calls. Surplus results belong to the last of
     /// these calls.
     #[must_use]
-    pub fn result(&mut self, id: &str, text: String) -> bool {
+    pub fn result(&mut self, id: &str, content: impl Into<Content>) -> bool {
         let Some(Calls { list, results }) = self.by_id.get_mut(id) else { return false };
         let (place, name) = list[(*results).min(list.len() - 1)].clone();
         *results += 1;
-        self.results.push((place, name, text));
+        self.results.push((place, name, content.into()));
         true
     }
 
     /// Adds the result of the first call of the last turn that has none. Returns false if all calls have one.
     #[must_use]
-    pub fn next_result(&mut self, text: String) -> bool {
+    pub fn next_result(&mut self, content: impl Into<Content>) -> bool {
         let first = |(id, calls): (&String, &Calls)| {
             let (place, _) = calls.list.get(calls.results)?;
             (*place >= self.calls_before).then(|| (*place, id.clone()))
         };
         let next = self.by_id.iter().filter_map(first).min();
-        next.is_some_and(|(_, id)| self.result(&id, text))
+        next.is_some_and(|(_, id)| self.result(&id, content))
     }
 
     /// Whether the conversation ends with calls without results.
@@ -109,15 +118,18 @@ impl Conversation {
         last && self.results.is_empty()
     }
 
-    pub fn finish(mut self) -> Vec<Message> {
+    /// The messages, and the images that they refer to.
+    pub fn finish(mut self) -> (Vec<Message>, Vec<Image>) {
         self.write_results();
-        self.messages
+        (self.messages, self.images)
     }
 
     fn write_results(&mut self) {
         self.results.sort_by_key(|(place, ..)| *place);
         let results = self.results.drain(..);
-        self.messages.extend(results.map(|(place, name, text)| Message::result(&text, &id_of(place), &name)));
+        let message =
+            |(place, name, content): (_, String, Content)| Message::result(content, &id_of(place), &name);
+        self.messages.extend(results.map(message));
     }
 }
 
@@ -134,11 +146,15 @@ pub(super) fn as_text(messages: &[Message]) -> Vec<Message> {
     let mut has_results = false;
     for message in messages {
         if message.tool_call_id.is_some() {
-            let line =
-                format!("Result of {}: {}", message.name.as_deref().unwrap_or_default(), message.content);
+            let mut line =
+                Content::from(format!("Result of {}: ", message.name.as_deref().unwrap_or_default()));
+            line.push(&message.content);
             match texts.last_mut().filter(|_| has_results) {
-                Some(last) => last.content.extend(["\n", line.as_str()]),
-                None => texts.push(Message::new("user", &line)),
+                Some(last) => {
+                    last.content.push_text("\n");
+                    last.content.push(&line);
+                }
+                None => texts.push(Message::new("user", line)),
             }
             has_results = true;
             continue;
@@ -146,10 +162,10 @@ pub(super) fn as_text(messages: &[Message]) -> Vec<Message> {
         has_results = false;
         let mut thought = message.reasoning.clone();
         if message.tool_calls.is_empty() || !message.content.is_empty() {
-            texts.push(Message::new(&message.role, &message.content).after(thought.take()));
+            texts.push(Message::new(&message.role, message.content.clone()).after(thought.take()));
         }
         if !message.tool_calls.is_empty() {
-            texts.push(Message::new("assistant", &written_calls(&message.tool_calls)).after(thought));
+            texts.push(Message::new("assistant", written_calls(&message.tool_calls)).after(thought));
         }
     }
     texts

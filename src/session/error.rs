@@ -6,13 +6,16 @@ use crate::text::TextError;
 /// Each wire format translates these errors to its own texts, and adds the name of the field with the prompt.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum SessionError {
-    /// An option that has an invalid value, or that is not supported. `param` is the option's name, which is the same
+    /// An option or a part of a message that has an invalid value, or an option that is not supported. `param` is the option's name, which is the same
     /// in every wire format.
     #[error("{param}: {problem}")]
     Invalid { param: String, problem: String },
-    /// The prompt is longer than the context.
-    #[error("{0}")]
-    Context(String),
+    /// A field that asks for what this model cannot do.
+    #[error("{param}: {problem}")]
+    Unsupported { param: String, problem: String },
+    /// The prompt is longer than the context. `tokens` are those of the prompt and of the context, if they are known.
+    #[error("{problem}")]
+    Context { problem: String, tokens: Option<(usize, usize)> },
     /// A text of the prompt cannot be tokenized.
     #[error("{0}")]
     Text(String),

@@ -1,5 +1,5 @@
 //! The layer between the clients' requests and the engine. It turns a conversation or a text into a prompt (template,
-//! tools, grammar), and the engine's events into text, tool calls and log probabilities.
+//! tools, images, grammar), and the engine's events into text, tool calls and log probabilities.
 //!
 //! The terminal commands and all wire formats use this module, so they give the same answers. The module knows no wire
 //! format: each caller translates a [`SessionError`] to its own format.
@@ -8,6 +8,7 @@ mod answer;
 mod conversation;
 mod error;
 mod grammar;
+mod images;
 mod mask;
 mod request;
 mod service;
@@ -17,6 +18,7 @@ pub use answer::{AnswerText, Delta, Reason};
 pub use conversation::{Call, Conversation};
 pub use error::SessionError;
 pub use grammar::ResponseGrammar;
+pub use images::Image;
 pub use request::{GenerateRequest, Thinking, Truncation};
 pub use service::{Service, random_u64, truncate};
 pub use tools::{MAX_TOOLS, Tool, ToolChoice, Tools};

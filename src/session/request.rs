@@ -1,6 +1,7 @@
 //! A request to generate, the same for every wire format.
 
 use super::grammar::ResponseGrammar;
+use super::images::Image;
 use super::tools::Tools;
 use crate::model::SamplingOptions;
 use crate::text::{Message, PromptEnding, TemplateKwargs};
@@ -11,6 +12,8 @@ use crate::text::{Message, PromptEnding, TemplateKwargs};
 pub struct GenerateRequest {
     /// The roles are system, developer, user, assistant, and tool for the results of calls.
     pub messages: Vec<Message>,
+    /// The images, which the messages refer to by their index.
+    pub images: Vec<Image>,
     pub max_tokens: Option<usize>,
     pub sampling: SamplingOptions,
     /// Token ids, and the value to add to the logit of each. Ids are unique, and no value is 0.

@@ -1,20 +1,22 @@
 //! Turns a validated request into a request to the engine, with the tokenizer, chat template and defaults of a model.
 
 use std::hash::{BuildHasher, Hasher};
+use std::ops::Range;
 use std::sync::Arc;
 
 use super::answer::AnswerText;
 use super::conversation::as_text;
 use super::error::SessionError;
 use super::grammar::ResponseGrammar;
+use super::images::HeldImages;
 use super::mask::{AnswerMask, CallGuard, Failure, ThoughtGuard, TokenRules};
 use super::request::{GenerateRequest, Truncation};
 use super::tools::ToolChoice;
-use crate::engine::{EngineHandle, Request};
-use crate::model::{SamplingOptions, SamplingParams};
+use crate::engine::{EngineHandle, PromptImage, Request, SubmitError};
+use crate::model::{ImageLimits, SamplingOptions, SamplingParams};
 use crate::text::{
-    CallFormat, CallReader, ChatTemplate, Constraint, Grammar, Grammars, PromptEnding, StopMatcher,
-    TemplateInput, TemplateKwargs, TextError, Tokenizer,
+    CallFormat, CallReader, ChatTemplate, Constraint, Grammar, Grammars, ImageTokens, Prompt, PromptEnding,
+    StopMatcher, TemplateInput, TemplateKwargs, TextError, Tokenizer,
 };
 
 /// The variable with which chat templates turn thoughts on and off.
@@ -35,10 +37,19 @@ pub struct Service {
     stop_token_ids: Vec<u32>,
     /// Ids that are never drawn.
     suppress_tokens: Vec<u32>,
+    /// The tokens of images in prompts, which are never drawn either. `None` = the vocabulary lacks them.
+    image_tokens: Option<ImageTokens>,
     /// Whether the names of control tokens in the text of messages become control tokens.
     special_in_content: bool,
     /// The largest number of text bytes in one token.
     longest_token_bytes: usize,
+}
+
+/// The ids of a prompt, and its images.
+struct PromptIds {
+    ids: Vec<u32>,
+    /// The positions of each image's tokens, and the image's index in the request.
+    images: Vec<(Range<usize>, usize)>,
 }
 
 /// How many of the last messages may be found to be the one that a template refuses. Each takes a rendering.
@@ -66,6 +77,7 @@ impl Service {
         stop_token_ids.extend(end_of_calls.filter(|end| !stop_token_ids.contains(end)));
         let vocab_size = engine.limits().vocab_size;
         let grammars = Grammars::new(tokenizer.clone(), vocab_size, &stop_token_ids).with_calls(&calls);
+        let image_tokens = tokenizer.image_tokens();
         Self {
             engine,
             tokenizer,
@@ -76,6 +88,7 @@ impl Service {
             template_kwargs: TemplateKwargs::default(),
             stop_token_ids,
             suppress_tokens: Vec::new(),
+            image_tokens,
             special_in_content: false,
             longest_token_bytes,
         }
@@ -124,10 +137,17 @@ impl Service {
         self.grammars.compiled()
     }
 
-    /// Renders and tokenizes a request. The caller passes the result to [`EngineHandle::submit`], and pushes the events
-    /// of each answer into a separate copy of the [`AnswerText`]. A long conversation takes seconds of CPU time.
+    /// Whether requests may have images.
+    pub fn takes_images(&self) -> bool {
+        self.image_limits().is_ok()
+    }
+
+    /// Renders and tokenizes a request, and decodes its images. The caller passes the result to [`EngineHandle::submit`],
+    /// and pushes the events of each answer into a separate copy of the [`AnswerText`]. A long conversation and each large
+    /// image take seconds of CPU time, and at most two images are decoded at the same time, so call this where blocking is
+    /// allowed.
     pub fn prepare(&self, request: &GenerateRequest) -> Result<(Request, AnswerText), SessionError> {
-        let (engine, answer) = self.prepare_answer(request, true, |_| self.conversation(request))?;
+        let (engine, answer) = self.prepare_answer(request, true, |_| self.prompt(request))?;
         Ok((engine, if request.ending == PromptEnding::Answer { answer.at_start() } else { answer }))
     }
 
@@ -139,22 +159,41 @@ impl Service {
     ) -> Result<(Request, AnswerText), SessionError> {
         self.check_ids("context", earlier)?;
         let (engine, answer) = self.prepare_answer(request, true, |_| {
-            let ids = self.conversation(request)?;
+            let PromptIds { ids, images } = self.prompt(request)?;
             // Only the first prompt has the id that begins a text.
-            let begun = !earlier.is_empty() && ids.first().copied() == self.tokenizer.bos();
-            Ok::<_, SessionError>([earlier, &ids[usize::from(begun)..]].concat())
+            let begun = usize::from(!earlier.is_empty() && ids.first().copied() == self.tokenizer.bos());
+            let moved = |(at, image): (Range<usize>, usize)| {
+                (at.start + earlier.len() - begun..at.end + earlier.len() - begun, image)
+            };
+            Ok::<_, SessionError>(PromptIds {
+                ids: [earlier, &ids[begun..]].concat(),
+                images: images.into_iter().map(moved).collect(),
+            })
         })?;
         Ok((engine, answer.at_start()))
     }
 
-    /// The token ids of the request's conversation, with the descriptions of its tools.
+    /// The token ids of the request's conversation, with the descriptions of its tools. Images are counted, but not decoded.
     pub fn conversation(&self, request: &GenerateRequest) -> Result<Vec<u32>, SessionError> {
+        self.prompt(request).map(|prompt| prompt.ids)
+    }
+
+    /// The ids of the request's conversation, and where its images are.
+    fn prompt(&self, request: &GenerateRequest) -> Result<PromptIds, SessionError> {
         let GenerateRequest { messages, tools, ending, template_kwargs: kwargs, .. } = request;
         // A variable that the client itself sets takes precedence.
         let with_thinking = request.thinking.enabled.map(|enabled| kwargs.or(THINKING_VARIABLE, enabled));
         let kwargs = with_thinking.as_ref().unwrap_or(kwargs);
         let with_defaults = (!self.template_kwargs.is_empty()).then(|| kwargs.over(&self.template_kwargs));
         let kwargs = with_defaults.as_ref().unwrap_or(kwargs);
+        let images: Vec<usize> = messages.iter().flat_map(|message| message.content.images()).collect();
+        let image_limits = match images.first() {
+            None => None,
+            Some(first) => Some(self.image_limits().map_err(|problem| {
+                let param = request.images[*first].kind_param.clone();
+                SessionError::Unsupported { param, problem: problem.to_owned() }
+            })?),
+        };
         let (messages, tools) = match self.calls.syntax.in_template {
             true => (self.template.arrange(messages), tools.for_template()),
             false => (self.template.arrange(&tools.describe_in(&as_text(messages))), Vec::new()),
@@ -165,12 +204,94 @@ impl Service {
             TextError::Raised(words) => SessionError::Text(self.refused_message(&words, &input)),
             error => self.refusal(error),
         };
-        if self.special_in_content {
+        if let (true, None) = (self.special_in_content, image_limits) {
             let text = self.template.text(&input).map_err(refusal)?;
-            return self.encode(&text, false, keep);
+            return Ok(PromptIds { ids: self.encode(&text, false, keep)?, images: Vec::new() });
         }
-        let prompt = self.template.prompt(&self.tokenizer, &input).map_err(refusal)?;
-        self.ids(prompt.text.len(), keep, || prompt.ids(&self.tokenizer))
+        let prompt = match self.special_in_content {
+            true => {
+                let text = self.template.text(&input).map_err(refusal)?;
+                Prompt::with_all_control_tokens(text, &self.tokenizer)
+            }
+            false => self.template.prompt(&self.tokenizer, &input).map_err(refusal)?,
+        };
+        match image_limits {
+            None => {
+                let ids = self.ids(prompt.text.len(), keep, || prompt.ids(&self.tokenizer))?;
+                Ok(PromptIds { ids, images: Vec::new() })
+            }
+            Some((limits, tokens)) => self.ids_with_images(&prompt, images, &limits, &tokens, keep),
+        }
+    }
+
+    /// How the model takes images, and their tokens. An error is the reason why it takes none.
+    fn image_limits(&self) -> Result<(ImageLimits, ImageTokens), &'static str> {
+        let limits =
+            self.engine.limits().images.ok_or(
+                "this model reads text only: leave the images out, or ask a model that takes images",
+            )?;
+        let tokens = self.image_tokens.ok_or(
+            "this model's tokenizer has no tokens for images, so it reads text only: use the tokenizer of the \
+             checkpoint that takes images, or leave the images out",
+        )?;
+        Ok((limits, tokens))
+    }
+
+    /// The ids of a prompt with these images, which are given by their indices in the request.
+    fn ids_with_images(
+        &self,
+        prompt: &Prompt,
+        images: Vec<usize>,
+        limits: &ImageLimits,
+        tokens: &ImageTokens,
+        keep: Option<usize>,
+    ) -> Result<PromptIds, SessionError> {
+        let (context, vocab_size) = (self.engine.limits().max_context, self.engine.limits().vocab_size);
+        let of_images = images.len().saturating_mul(limits.tokens);
+        if keep.is_none() && of_images >= context {
+            return Err(context_exceeded(of_images, context));
+        }
+        let mut positions = Vec::new();
+        // The ids are cut below.
+        let all = keep.map(|_| usize::MAX);
+        let mut ids = self.ids(prompt.text.len(), all, || {
+            let count = (images.len(), limits.tokens);
+            let (mut ids, found) = prompt.ids_with_images(&self.tokenizer, tokens, count)?;
+            // A model may have no row for the token. The engine ignores the ids there.
+            for id in found.iter().flat_map(|at| at.clone()) {
+                ids[id] = if ids[id] as usize >= vocab_size { 0 } else { ids[id] };
+            }
+            positions = found;
+            Ok(ids)
+        })?;
+        let mut images: Vec<_> = positions.into_iter().zip(images).collect();
+        let cut = without_part_of_an_image(ids.len(), keep, images.iter().map(|(at, _)| at));
+        ids.drain(..cut);
+        images.retain(|(at, _)| at.start >= cut);
+        for (at, _) in &mut images {
+            *at = at.start - cut..at.end - cut;
+        }
+        Ok(PromptIds { ids, images })
+    }
+
+    /// The images of a prompt, decoded, and the room that they take. A prompt that is too long is refused first.
+    fn decoded(
+        &self,
+        request: &GenerateRequest,
+        prompt: &PromptIds,
+    ) -> Result<(Vec<PromptImage>, Option<HeldImages>), SessionError> {
+        let (Some(limits), false) = (self.engine.limits().images, prompt.images.is_empty()) else {
+            return Ok((Vec::new(), None));
+        };
+        let (tokens, context) = (prompt.ids.len(), self.engine.limits().max_context);
+        if tokens >= context {
+            return Err(context_exceeded(tokens, context));
+        }
+        let held = HeldImages::take(prompt.images.len() * limits.pixel_bytes())?;
+        let image =
+            |(at, image): &(Range<usize>, usize)| request.images[*image].for_prompt(&limits, at.clone());
+        let images = prompt.images.iter().map(image).collect::<Result<_, _>>()?;
+        Ok((images, Some(held)))
     }
 
     /// How many of the prompt's last ids to keep. `None` = all.
@@ -191,7 +312,8 @@ impl Service {
         request: &GenerateRequest,
         prompt: impl FnOnce(Option<usize>) -> Result<Vec<u32>, E>,
     ) -> Result<(Request, AnswerText), E> {
-        self.prepare_answer(request, false, prompt)
+        let no_images = |ids| PromptIds { ids, images: Vec::new() };
+        self.prepare_answer(request, false, |keep| prompt(keep).map(no_images))
     }
 
     /// [`Self::prepare_with`], for an answer in a conversation or for a text. Only the former has thoughts and calls.
@@ -199,7 +321,7 @@ impl Service {
         &self,
         request: &GenerateRequest,
         is_conversation: bool,
-        prompt: impl FnOnce(Option<usize>) -> Result<Vec<u32>, E>,
+        prompt: impl FnOnce(Option<usize>) -> Result<PromptIds, E>,
     ) -> Result<(Request, AnswerText), E> {
         let stops = StopMatcher::new(&request.stop).map_err(|e| match e {
             TextError::Stop(problem) => SessionError::invalid("stop", problem),
@@ -217,7 +339,10 @@ impl Service {
         // A model that may call no tool does not begin a call.
         let open = self.calls.tokens.as_ref().map(|tokens| tokens.open);
         let unwanted = open.filter(|_| is_conversation && calls.is_none());
-        let suppressed: Vec<u32> = self.suppress_tokens.iter().copied().chain(unwanted).collect();
+        let of_images = self.image_limits().ok().map(|(_, tokens)| tokens.ids());
+        let of_images = of_images.into_iter().flatten().filter(|id| (*id as usize) < vocab_size);
+        let suppressed: Vec<u32> =
+            self.suppress_tokens.iter().copied().chain(of_images).chain(unwanted).collect();
         let biases = request.logit_bias.iter().filter(|(id, _)| !suppressed.contains(id));
         let suppressed = suppressed.iter().map(|id| (*id, f32::NEG_INFINITY));
         let mut sampling = SamplingParams {
@@ -231,13 +356,16 @@ impl Service {
         };
         let more = request.n.unwrap_or(1).saturating_sub(1) as u64;
         let seed = request.seed.unwrap_or_else(random_u64);
+        let prompt = prompt(self.kept(request))?;
+        let (images, held) = self.decoded(request, &prompt)?;
         let mut engine = Request {
             seed,
+            images,
             max_tokens: request.max_tokens,
             more_seeds: (1..=more).map(|i| seed.wrapping_add(i)).collect(),
-            ..Request::new(prompt(self.kept(request))?)
+            ..Request::new(prompt.ids)
         };
-        let mut answer = AnswerText::new(self.tokenizer.detokenizer(true), stops);
+        let mut answer = AnswerText::new(self.tokenizer.detokenizer(true), stops).with_images(held);
         let tools = || request.tools.callable().map(|(_, tool)| tool);
         if self.calls.tokens.is_some() && is_conversation {
             let tools = tools().map(|tool| (tool.name.as_str(), &tool.parameters));
@@ -435,10 +563,29 @@ impl Service {
             true => format!("at least {least} tokens"),
             false => format!("more than the maximum of {}", self.tokenizer.max_text_bytes()),
         };
-        SessionError::Context(format!(
+        let problem = format!(
             "the prompt is too long: {bytes} bytes, {size}, and this model's maximum context length is {context} tokens"
-        ))
+        );
+        SessionError::Context { problem, tokens: None }
     }
+}
+
+/// The error of a prompt that is as long as the context, in the words of the engine.
+fn context_exceeded(prompt: usize, context: usize) -> SessionError {
+    let error = SubmitError::ContextExceeded { prompt, max_tokens: None, context };
+    SessionError::Context { problem: error.to_string(), tokens: Some((prompt, context)) }
+}
+
+/// The number of ids to leave out of `count`, so that at most the last `keep` are left. An image is kept as a whole or not at
+/// all: if the cut would be between its first and its last token, all of it is left out. `images` are the positions of the
+/// images' tokens. One more token before them begins the image, and one after them ends it.
+fn without_part_of_an_image<'a>(
+    count: usize,
+    keep: Option<usize>,
+    mut images: impl Iterator<Item = &'a Range<usize>>,
+) -> usize {
+    let cut = keep.map_or(0, |keep| count.saturating_sub(keep));
+    images.find(|at| (at.start..=at.end).contains(&cut)).map_or(cut, |at| at.end + 1)
 }
 
 /// Keeps the last `keep` ids. `None` = all.

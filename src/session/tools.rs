@@ -98,7 +98,7 @@ impl Tools {
         text.push_str(&format!("{several}. Otherwise answer normally."));
         let system = |message: &Message| matches!(message.role.as_str(), "system" | "developer");
         let after_system = described.iter().position(|message| !system(message)).unwrap_or(described.len());
-        described.insert(after_system, Message::new("system", &text));
+        described.insert(after_system, Message::new("system", text));
         described
     }
 

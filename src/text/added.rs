@@ -34,7 +34,7 @@ impl Kind {
             return Self::Text;
         }
         match token.content.as_str() {
-            name if token.special || family::is_between_turns(name) => Self::Hidden,
+            name if token.special || family::is_syntax(name) => Self::Hidden,
             name if IN_ANSWERS.contains(&name) => Self::Shown,
             _ => Self::Text,
         }

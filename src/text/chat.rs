@@ -8,14 +8,15 @@ use serde::ser::SerializeMap;
 use serde::{Deserialize, Serialize, Serializer};
 use serde_json::{Map, Value, json};
 
+use super::content::Content;
 use super::kwargs::{self, Keys};
 
-/// One message of a conversation. The wire formats refuse content other than text.
+/// One message of a conversation.
 #[derive(Debug, Clone, PartialEq, Default, Deserialize)]
 #[serde(default)]
 pub struct Message {
     pub role: String,
-    pub content: String,
+    pub content: Content,
     /// What the assistant thought before this message. The template decides whether the model sees it.
     #[serde(alias = "reasoning_content")]
     pub reasoning: Option<String>,
@@ -78,8 +79,8 @@ impl Serialize for ToolCall {
 }
 
 impl Message {
-    pub fn new(role: &str, text: &str) -> Self {
-        Self { role: role.to_owned(), content: text.to_owned(), ..Self::default() }
+    pub fn new(role: &str, content: impl Into<Content>) -> Self {
+        Self { role: role.to_owned(), content: content.into(), ..Self::default() }
     }
 
     /// The message after this thought.
@@ -88,10 +89,10 @@ impl Message {
         Self { reasoning: thought, ..self }
     }
 
-    /// The result of a call: the text, the call's id and its tool.
-    pub fn result(text: &str, id: &str, tool: &str) -> Self {
+    /// The result of a call: its content, the call's id and its tool.
+    pub fn result(content: impl Into<Content>, id: &str, tool: &str) -> Self {
         let (tool_call_id, name) = (Some(id.to_owned()), Some(tool.to_owned()));
-        Self { tool_call_id, name, ..Self::new("tool", text) }
+        Self { tool_call_id, name, ..Self::new("tool", content) }
     }
 
     /// Whether the message calls tools, or is the result of a call.
@@ -101,7 +102,7 @@ impl Message {
 
     /// The message with this content, and with the result of `change` for every other text in it except its role and its
     /// ids.
-    pub(super) fn with_texts(&self, content: String, change: &dyn Fn(&str) -> String) -> Message {
+    pub(super) fn with_texts(&self, content: Content, change: &dyn Fn(&str) -> String) -> Message {
         let call = |call: &ToolCall| {
             let CalledFunction { name, arguments, .. } = &call.function;
             let arguments = kwargs::changed(arguments, Keys::Changed, change);
@@ -127,7 +128,7 @@ impl Message {
         };
         let calls: usize = self.tool_calls.iter().map(call).sum();
         let name = self.name.as_ref().map_or(0, String::len);
-        self.role.len() + self.content.len() + 2 * thought + calls + name + OVERHEAD_BYTES
+        self.role.len() + self.content.bytes() + 2 * thought + calls + name + OVERHEAD_BYTES
     }
 }
 
@@ -190,7 +191,8 @@ impl Order {
                 let mut turns = normalize(messages);
                 if turns.len() > 1 && turns[0].role == "system" {
                     let system = turns.remove(0);
-                    turns[0].content = join_paragraphs(system.content, &turns[0].content);
+                    let content = std::mem::replace(&mut turns[0].content, system.content);
+                    turns[0].content.push_paragraph(&content);
                 }
                 turns
             }
@@ -216,32 +218,32 @@ fn role(message: &Message) -> &'static str {
 /// - System messages at the start become one, joined by an empty line. The template adds it to the first user turn. If
 ///   no user turn follows, the system text becomes a user turn.
 /// - A later system message becomes user text at the same position, because the model has no system turn. The turns
-///   before it render to the same text, so a cached prefix stays valid.
+///   before it render to the same text, so a cached prefix stays valid. So does one with images, of which templates
+///   read only the text.
 /// - Consecutive turns of one role become one, joined by an empty line. So do their thoughts.
 /// - A conversation that begins with the assistant (a greeting) gets an empty user turn before it. The model was
 ///   trained only on conversations that begin with the user, and dropping the greeting would lose text of the conversation.
 fn normalize(messages: &[Message]) -> Vec<Message> {
-    let mut system: Option<String> = None;
+    let mut system: Option<Content> = None;
     let mut turns: Vec<Message> = Vec::new();
     for message in messages {
         match role(message) {
-            "system" if turns.is_empty() => {
-                let before = system.unwrap_or_default();
-                system = Some(join_paragraphs(before, &message.content));
+            "system" if turns.is_empty() && message.content.images().next().is_none() => {
+                system.get_or_insert_default().push_paragraph(&message.content);
             }
             role @ ("assistant" | "tool") => {
-                let content = python_trim(&message.content).to_owned();
+                let content = message.content.trimmed();
                 push_turn(&mut turns, Message { role: role.into(), content, ..message.clone() });
             }
-            _ => push_turn(&mut turns, Message::new("user", python_trim(&message.content))),
+            _ => push_turn(&mut turns, Message::new("user", message.content.trimmed())),
         }
     }
 
     let mut normal = Vec::with_capacity(turns.len() + 2);
     let user_first = turns.first().is_some_and(|turn| turn.role == "user");
     match system {
-        Some(text) if user_first => normal.push(Message::new("system", &text)),
-        Some(text) => normal.push(Message::new("user", python_trim(&text))),
+        Some(text) if user_first => normal.push(Message::new("system", text)),
+        Some(text) => normal.push(Message::new("user", text.trimmed())),
         None if !user_first && !turns.is_empty() => normal.push(Message::new("user", "")),
         None => {}
     }
@@ -252,7 +254,7 @@ fn normalize(messages: &[Message]) -> Vec<Message> {
 fn push_turn(turns: &mut Vec<Message>, turn: Message) {
     match turns.last_mut() {
         Some(last) if last.role == turn.role && !last.is_of_a_call() && !turn.is_of_a_call() => {
-            last.content = join_paragraphs(std::mem::take(&mut last.content), &turn.content);
+            last.content.push_paragraph(&turn.content);
             last.reasoning = match (last.reasoning.take(), turn.reasoning) {
                 (Some(before), Some(more)) => Some(join_paragraphs(before, &more)),
                 (before, more) => before.or(more),
@@ -268,13 +270,4 @@ fn join_paragraphs(mut before: String, text: &str) -> String {
     }
     before.push_str(text);
     before
-}
-
-/// Python's `str.strip()`. It removes Unicode's whitespace and the four separators U+001C..U+001F.
-pub(super) fn python_trim(text: &str) -> &str {
-    text.trim_matches(is_python_space)
-}
-
-pub(super) fn is_python_space(c: char) -> bool {
-    c.is_whitespace() || ('\u{1c}'..='\u{1f}').contains(&c)
 }

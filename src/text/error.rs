@@ -58,6 +58,14 @@ pub enum TextError {
     )]
     ControlToken { file: String, token: String },
 
+    /// The template did not write one token for each image, or a message has the name of such a token.
+    #[error(
+        "the prompt has the token {name:?} {written} times, and its images need it {expected} times: leave the names of \
+         control tokens out of the messages, and put images only where the model's chat template writes them, as in \
+         messages of the user"
+    )]
+    Images { name: &'static str, written: usize, expected: usize },
+
     /// The checkpoint has no chat template.
     #[error(
         "this model has no chat template, so it cannot answer conversations: give one with --chat-template FILE \

@@ -48,7 +48,7 @@ use minijinja::{
 use self_cell::self_cell;
 use serde_json::Value as Json;
 
-use super::chat::{is_python_space, python_trim};
+use super::content::{is_python_space, python_trim};
 use super::error::MAX_TEXT_BYTES;
 
 /// Largest value, plus the bytes of the conversation.

@@ -6,6 +6,7 @@
 //! | messages | messages that the template accepts | [`ChatTemplate::arrange`] |
 //! | messages | one prompt text, which includes `<bos>` | [`ChatTemplate::prompt`] |
 //! | that prompt | token ids; only control tokens that the template wrote are control tokens | [`Prompt::ids`] |
+//! | that prompt with images | token ids, and the positions of the images in them | [`Prompt::ids_with_images`] |
 //! | text | token ids | [`Tokenizer::encode`], [`Tokenizer::encode_text`] |
 //! | one token id | the text it completes | [`Detokenizer::push`] |
 //! | one token id of an answer | more of a thought, of the text, or of a tool call | [`AnswerReader::push`] |
@@ -20,11 +21,13 @@ mod added;
 mod answer;
 mod calls;
 mod chat;
+mod content;
 mod detokenizer;
 mod error;
 mod family;
 mod gbnf;
 mod grammar;
+mod images;
 mod jinja;
 mod kwargs;
 mod panics;
@@ -43,10 +46,12 @@ pub use calls::{
     AnswerPiece, CallFormat, CallPiece, CallReader, CallTokens, CallTool, call_schema, whole_parameters,
 };
 pub use chat::{CalledFunction, Message, ToolCall};
+pub use content::{Content, Part};
 pub use detokenizer::Detokenizer;
 pub use error::{MAX_TEXT_BYTES, TextError};
 pub use family::CallSyntax;
 pub use grammar::{Constraint, Grammar, GrammarSource, Grammars, MAX_CHOICES, MAX_GRAMMAR_BYTES, mask_of};
+pub use images::ImageTokens;
 pub use kwargs::TemplateKwargs;
 pub use panics::panic_message;
 pub use provenance::Prompt;

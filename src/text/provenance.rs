@@ -14,7 +14,8 @@ use jiff::Timestamp;
 use serde_json::Value;
 
 use super::added::{Kind, Placed};
-use super::chat::{Message, is_python_space};
+use super::chat::Message;
+use super::content::is_python_space;
 use super::error::{MAX_TEXT_BYTES, TextError};
 use super::kwargs::{Keys, changed};
 use super::template::{ChatTemplate, TemplateInput};
@@ -33,6 +34,11 @@ pub struct Prompt {
 }
 
 impl Prompt {
+    /// A prompt in whose text every name of a control token is one, also in the messages.
+    pub fn with_all_control_tokens(text: String, tokenizer: &Tokenizer) -> Self {
+        Self { placed: tokenizer.control_tokens(&text), text }
+    }
+
     /// The token ids of the prompt. Only control tokens that the template wrote are control tokens in them.
     pub fn ids(&self, tokenizer: &Tokenizer) -> Result<Vec<u32>, TextError> {
         tokenizer.encode_around(&self.text, &self.placed, false)
@@ -62,7 +68,8 @@ impl ChatTemplate {
         for marks in [Marks::AroundCharacters, Marks::InControlTokens] {
             let with_marks = |message: &Message| {
                 let keep_shown = message.role == "assistant";
-                let content = marked(&message.content, tokenizer, keep_shown, marks, mark);
+                let content = |text: &str| marked(text, tokenizer, keep_shown, marks, mark);
+                let content = message.content.with_texts(content);
                 message.with_texts(content, &|text| marked(text, tokenizer, false, marks, mark))
             };
             let messages: Vec<Message> = input.messages.iter().map(with_marks).collect();

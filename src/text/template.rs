@@ -18,7 +18,8 @@ use minijinja::value::Value;
 use minijinja::{Environment, Error, ErrorKind, State};
 use serde::Deserialize;
 
-use super::chat::{Message, Order, python_trim};
+use super::chat::{Message, Order};
+use super::content::python_trim;
 use super::error::{MAX_TEXT_BYTES, TextError};
 use super::family::Family;
 use super::jinja::{self, Exceeded, FUEL, Program};
@@ -166,9 +167,9 @@ impl ChatTemplate {
         let accepts = |messages: &[Message]| {
             let text = self.render(messages, true).unwrap_or_default();
             let mut rest = text.as_str();
-            messages.iter().all(|message| match rest.find(&message.content) {
+            messages.iter().all(|message| match rest.find(message.content.text()) {
                 Some(at) => {
-                    rest = &rest[at + message.content.len()..];
+                    rest = &rest[at + message.content.text().len()..];
                     true
                 }
                 None => false,
@@ -236,7 +237,9 @@ impl ChatTemplate {
         // The template renders this mark instead of the last turn's text, because it may change or repeat that text.
         const MARK: &str = "\u{2}the text to continue\u{3}";
         let Some((last, before)) = input.messages.split_last() else { return Err(TextError::NoMessages) };
-        let marked = [before, &[Message { content: MARK.to_owned(), ..last.clone() }]].concat();
+        let (mut content, text) = last.content.split_last_text();
+        content.push_text(MARK);
+        let marked = [before, &[Message { content, ..last.clone() }]].concat();
         let marked = TemplateInput { messages: &marked, ending: PromptEnding::Closed, ..*input };
         let mut rendered = self.run(&marked, now, limit)?;
         let Some(at) = rendered.rfind(MARK) else {
@@ -244,7 +247,7 @@ impl ChatTemplate {
             return Err(template_error(&self.origin, problem));
         };
         rendered.truncate(at);
-        rendered.push_str(python_trim(&last.content));
+        rendered.push_str(python_trim(text));
         if rendered.len() > limit {
             return Err(TextError::TooLong { bytes: rendered.len(), limit });
         }

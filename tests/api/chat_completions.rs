@@ -465,7 +465,22 @@ async fn bad_bodies_are_refused_with_the_name_of_the_field() {
         (part(json!("Hi")), "messages[0].content[0]", "invalid_value"),
         (part(json!({"type": "text"})), "messages[0].content[0].text", "missing_required_parameter"),
         (part(json!({"type": "text", "text": 1})), "messages[0].content[0].text", "invalid_value"),
-        (part(json!({"type": "image_url"})), "messages[0].content[0].type", "unsupported_value"),
+        (
+            part(json!({"type": "image_url"})),
+            "messages[0].content[0].image_url",
+            "missing_required_parameter",
+        ),
+        (
+            part(json!({"type": "image_url", "image_url": 1})),
+            "messages[0].content[0].image_url",
+            "invalid_value",
+        ),
+        (
+            part(json!({"type": "image_url", "image_url": "AA=="})),
+            "messages[0].content[0].type",
+            "unsupported_value",
+        ),
+        (part(json!({"type": "input_audio"})), "messages[0].content[0].type", "unsupported_value"),
         (part(json!({"type": "smell"})), "messages[0].content[0].type", "invalid_value"),
         (body(json!({"stop": ["a", 7]})), "stop[1]", "invalid_value"),
         (body(json!({"stop": [""]})), "stop[0]", "invalid_value"),

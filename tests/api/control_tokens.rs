@@ -314,7 +314,7 @@ fn random_texts_never_add_a_control_token() {
             let count = rng.random_range(1..=3);
             let texts: Vec<String> = (0..count).map(|_| pieces(&mut rng)).collect();
             let conversation = |text: &dyn Fn(usize) -> String| {
-                let messages: Vec<Message> = (0..count).map(|i| Message::new(roles[i], &text(i))).collect();
+                let messages: Vec<Message> = (0..count).map(|i| Message::new(roles[i], text(i))).collect();
                 gemma_template().arrange(&messages)
             };
             let messages = conversation(&|i| texts[i].clone());

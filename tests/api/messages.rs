@@ -485,7 +485,8 @@ async fn invalid_bodies_are_refused_with_the_field() {
     let content = |block: Value| body(json!({"messages": [{"role": "user", "content": [block]}]}));
     let tools = |tools: Value| body(json!({"tools": tools}));
     let call = json!({"type": "tool_use", "id": "a", "name": "f", "input": {}});
-    let image = json!({"type": "image", "source": {}});
+    let source = json!({"type": "base64", "data": "AA=="});
+    let image = json!({"type": "image", "source": source});
     let hi = json!({"role": "user", "content": "Hi"});
     let uses = |call: Value| json!({"role": "assistant", "content": [call]});
     let called = |call: Value, result: Value| {
@@ -521,7 +522,13 @@ async fn invalid_bodies_are_refused_with_the_field() {
         (content(json!({"type": "text"})), "messages[0].content[0].text is"),
         (content(json!({"type": "text", "text": {}})), "messages[0].content[0].text:"),
         (content(image.clone()), "messages[0].content[0].type:"),
-        (content(json!({"type": "document", "source": {}})), "messages[0].content[0].type:"),
+        (content(json!({"type": "document", "source": source})), "messages[0].content[0].type:"),
+        (content(json!({"type": "image"})), "messages[0].content[0].source is"),
+        (content(json!({"type": "image", "source": {}})), "messages[0].content[0].source.type is"),
+        (
+            content(json!({"type": "text", "text": "a", "source": {"type": "base64"}})),
+            "messages[0].content[0].source.data is",
+        ),
         (content(json!({"type": "tool_result"})), "messages[0].content[0].tool_use_id is"),
         (content(json!({"type": "tool_result", "tool_use_id": "x"})), "messages[0].content[0].tool_use_id:"),
         (content(call.clone()), "messages[0].content[0].type:"),

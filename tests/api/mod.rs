@@ -9,6 +9,7 @@ mod disconnect;
 mod embeddings;
 mod encodings;
 mod health;
+mod images;
 mod library;
 mod messages;
 mod model_names;

@@ -687,7 +687,8 @@ async fn invalid_bodies_are_refused_with_the_field() {
     let tools = |tools: Value| body(json!({"tools": tools}));
     let choice = |choice: Value| body(json!({"tool_choice": choice}));
     let format = |format: Value| body(json!({"text": {"format": format}}));
-    let image = json!({"type": "input_image"});
+    let image = json!({"type": "input_image", "image_url": "AA=="});
+    let without_file = json!({"type": "input_image"});
     let strict = json!({"type": "function", "name": "f", "parameters": {"not": {}}, "strict": true});
     let schema = json!({"type": "json_schema"});
     let cases = [
@@ -708,7 +709,11 @@ async fn invalid_bodies_are_refused_with_the_field() {
         (output(json!({"output": "x"})), "input[0].call_id", "missing_required_parameter"),
         (output(json!({"call_id": "a"})), "input[0].output", "missing_required_parameter"),
         (output(json!({"call_id": "a", "output": 1})), "input[0].output", "invalid_value"),
-        (output(json!({"call_id": "a", "output": [image]})), "input[0].output[0].type", "unsupported_value"),
+        (
+            output(json!({"call_id": "a", "output": [without_file]})),
+            "input[0].output[0].image_url",
+            "missing_required_parameter",
+        ),
         (output(json!({"call_id": "a", "output": "x"})), "input[0].call_id", "invalid_value"),
         (item(json!({"type": "item_reference", "id": "x"})), "input[0].type", "unsupported_value"),
         (part(json!("Hi")), "input[0].content[0]", "invalid_value"),
@@ -716,6 +721,16 @@ async fn invalid_bodies_are_refused_with_the_field() {
         (part(json!({"type": "input_text"})), "input[0].content[0].text", "missing_required_parameter"),
         (part(json!({"type": "input_text", "text": 1})), "input[0].content[0].text", "invalid_value"),
         (part(image.clone()), "input[0].content[0].type", "unsupported_value"),
+        (
+            part(with(image.clone(), json!({"file_id": "f"}))),
+            "input[0].content[0].file_id",
+            "unsupported_value",
+        ),
+        (
+            part(json!({"type": "input_text", "text": "a", "file_id": 1})),
+            "input[0].content[0].file_id",
+            "unsupported_value",
+        ),
         (part(json!({"type": "input_file"})), "input[0].content[0].type", "unsupported_value"),
         (part(json!({"type": "smell"})), "input[0].content[0].type", "invalid_value"),
         (body(json!({"include": [1]})), "include[0]", "invalid_value"),

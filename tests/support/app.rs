@@ -9,14 +9,14 @@ use serde_json::{Value, json};
 use unicorn::api::{self, AccessPolicy, Options, Server};
 use unicorn::engine::{Engine, EngineConfig, EngineHandle};
 use unicorn::library::ModelCard;
-use unicorn::model::{Limits, SamplingOptions};
+use unicorn::model::{ImageLimits, Limits, SamplingOptions};
 use unicorn::session::Service;
 use unicorn::text::{CallFormat, ChatFiles, ChatTemplate, Tokenizer};
 
 use super::checkpoints::sha256;
 use super::data;
 use super::fake_runner::{Control, FakeRunner, HANG, Script, fake_limits, kv_with, says};
-use super::tokenizers::{GoldenTemplate, gemma_template, llama_cpp_file, tokenizer};
+use super::tokenizers::{GoldenTemplate, gemma_template, image_tokenizer, llama_cpp_file, tokenizer};
 
 /// The model's id in the API.
 pub const MODEL: &str = "makers/tiny-gemma";
@@ -118,7 +118,9 @@ fn loaded_as(
     let (runner, control) = FakeRunner::new(limits, script);
     let engine = Engine::start(runner, EngineConfig { queue, ..EngineConfig::default() });
     let calls = CallFormat::of(&template, &tokenizer);
-    server.library().first().1.set_card(card(&tokenizer, &template));
+    let takes_images = engine.limits().images.is_some();
+    let card = ModelCard { takes_images, ..card(&tokenizer, &template) };
+    server.library().first().1.set_card(card);
     server.library().first().1.set_ready(Service::new(
         engine.clone(),
         tokenizer,
@@ -128,6 +130,31 @@ fn loaded_as(
         stops,
     ));
     App { router: api::router(Arc::clone(&server)), server, engine, control }
+}
+
+/// How the scripted model takes images, if it does.
+pub const IMAGES: ImageLimits = ImageLimits { side: 28, tokens: 16, slots: 4 };
+
+/// The limits of a model that takes images. It has embeddings for the tokens of images.
+pub fn image_limits() -> Limits {
+    Limits { images: Some(IMAGES), vocab_size: 576, ..limits() }
+}
+
+/// An app whose model takes images. A body may have a megabyte.
+pub fn app_that_takes_images(script: Script) -> App {
+    let options = Options { max_body_bytes: 1 << 20, stored_response_bytes: 200_000, ..OPTIONS };
+    let server = Server::new(MODEL, options, AccessPolicy::default());
+    let text = (image_tokenizer(), gemma_template(), vec![1, END_OF_TURN]);
+    loaded_as(2, server, image_limits(), DEFAULTS, script, text)
+}
+
+/// A service without an API, of a model with these limits and this tokenizer.
+pub fn service_with(limits: Limits, tokenizer: Tokenizer) -> Service {
+    let (runner, _) = FakeRunner::new(limits, says(&[], END_OF_TURN));
+    let engine = Engine::start(runner, EngineConfig::default());
+    let template = gemma_template();
+    let calls = CallFormat::of(&template, &tokenizer);
+    Service::new(engine, tokenizer, template, calls, DEFAULTS, vec![1, END_OF_TURN])
 }
 
 /// What the files of the scripted model say about it.
@@ -146,6 +173,7 @@ fn card(tokenizer: &Tokenizer, template: &ChatTemplate) -> ModelCard {
         vocab_size: tokenizer.vocab_size(),
         template: template.source().to_owned(),
         can_think: tokenizer.thought_tokens().is_some(),
+        takes_images: false,
     }
 }
 

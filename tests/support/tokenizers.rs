@@ -6,7 +6,7 @@ use std::sync::LazyLock;
 
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
-use serde_json::{Map, Value};
+use serde_json::{Map, Value, json};
 use unicorn::text::{ChatFiles, ChatTemplate, Message, TextError, Tokenizer};
 
 use super::{data, root};
@@ -50,6 +50,21 @@ pub fn tokenizer() -> Tokenizer {
         let path = data("tokenizer-mini/tokenizer.json");
         let bytes = fs::read(&path).unwrap_or_else(|e| panic!("{}: {e}", path.display()));
         Tokenizer::from_bytes(&bytes, "tokenizer.json").expect("a sound tokenizer")
+    });
+    MINI.clone()
+}
+
+/// The mini tokenizer with the token in the places of images, 512, as the models that take images have it.
+pub fn image_tokenizer() -> Tokenizer {
+    static MINI: LazyLock<Tokenizer> = LazyLock::new(|| {
+        let bytes = fs::read(data("tokenizer-mini/tokenizer.json")).expect("a tokenizer");
+        let mut file: Value = serde_json::from_slice(&bytes).expect("JSON");
+        let token = json!({
+            "id": 512, "content": "<image_soft_token>", "special": true, "normalized": false, "single_word": false,
+            "lstrip": false, "rstrip": false,
+        });
+        file["added_tokens"].as_array_mut().expect("a list").push(token);
+        Tokenizer::from_bytes(file.to_string().as_bytes(), "tokenizer.json").expect("a sound tokenizer")
     });
     MINI.clone()
 }

@@ -2,6 +2,7 @@
 
 mod gbnf;
 mod grammar;
+mod images;
 mod jinja;
 mod schemas;
 mod tokens;

@@ -1014,7 +1014,7 @@ fn mutated_templates_end_in_a_result_or_an_error() {
 #[test]
 fn conversations_of_clients_are_normalized_for_the_template() {
     fn messages(turns: &[(&str, &str)]) -> Vec<Message> {
-        turns.iter().map(|(role, text)| Message::new(role, text)).collect()
+        turns.iter().map(|(role, text)| Message::new(role, *text)).collect()
     }
     type Turns<'a> = &'a [(&'a str, &'a str)];
     let cases: [(Turns<'_>, Turns<'_>); 13] = [
@@ -1259,7 +1259,7 @@ fn templates_of_other_families_match_the_goldens() {
             let input =
                 TemplateInput { tools: &case.tools, ..TemplateInput::new(&messages, ending, &kwargs) };
             assert_eq!(&template.text(&input).unwrap(), expected, "{what}");
-            let has_forged = messages.iter().any(|message| message.content.contains("<|"));
+            let has_forged = messages.iter().any(|message| message.content.text().contains("<|"));
             let prompt = template.prompt(&tokenizer, &input);
             // A template that reads the text of messages is not asked for messages with names of control tokens.
             let is_unclear = matches!(prompt, Err(TextError::Unclear { .. }));
@@ -1337,7 +1337,7 @@ fn a_thought_in_the_system_text_is_not_the_answers() {
 #[test]
 fn a_conversation_is_arranged_for_its_template() {
     let say = |list: &[(&str, &str)]| -> Vec<Message> {
-        list.iter().map(|(role, text)| Message::new(role, text)).collect()
+        list.iter().map(|(role, text)| Message::new(role, *text)).collect()
     };
     let conversation = say(&[
         ("developer", " s "),

@@ -10,7 +10,7 @@ use utoipa::ToSchema;
 
 use crate::api::error::ApiError;
 use crate::api::exchange::Parsed;
-use crate::api::openai::conversation::no_text;
+use crate::api::openai::conversation::{push_image, unknown_part};
 use crate::api::openai::other_fields::{self, OtherFields};
 use crate::api::thinking::ThinkingParam;
 use crate::api::tools::{Choice, Definition, ParametersSchema, TOOL_CHOICE, add_result, chosen, tool_list};
@@ -20,7 +20,7 @@ use crate::api::wire::union::{Anything, ListedBesideText, Refused, TextOr, words
 use crate::api::wire::{JsonObject, field, required, short};
 use crate::model::SamplingOptions;
 use crate::session::{Call, Conversation, GenerateRequest, MAX_TOOLS, ResponseGrammar, Tools};
-use crate::text::{GrammarSource, MAX_STOP_BYTES, MAX_STOPS, PromptEnding};
+use crate::text::{Content, GrammarSource, MAX_STOP_BYTES, MAX_STOPS, PromptEnding};
 
 numbers! {
     /// Anthropic's range is narrower than OpenAI's.
@@ -35,17 +35,20 @@ texts! {
 words! {
     MessageRole { User = "user", Assistant = "assistant", System = "system" };
     BlockType {
-        Text = "text", ToolUse = "tool_use", ToolResult = "tool_result", Thinking = "thinking",
+        Text = "text", Image = "image", ToolUse = "tool_use", ToolResult = "tool_result", Thinking = "thinking",
         RedactedThinking = "redacted_thinking"
     } or Other;
     TextBlockType { Text = "text" } or Other;
+    ResultBlockType { Text = "text", Image = "image" } or Other;
+    ImageSourceType { Base64 = "base64" } or Other;
     CustomToolType { Custom = "custom" } or Other;
     MessagesChoiceType { Auto = "auto", Any = "any", Tool = "tool", None = "none" };
     OutputFormatType { JsonSchema = "json_schema" };
 }
 
 type MessageParams = List<MessageParam, 1, { usize::MAX }>;
-type Content = TextOr<Vec<ContentBlock>>;
+type MessageContent = TextOr<Vec<ContentBlock>>;
+type ResultContent = TextOr<Vec<ResultBlock>>;
 type TextContent = TextOr<Vec<TextBlock>>;
 type CustomTools = List<CustomTool, 0, MAX_TOOLS>;
 type StopSequences = List<StopSequence, 0, MAX_STOPS>;
@@ -113,7 +116,7 @@ pub(in crate::api) struct MessageParam {
     role: MessageRole,
     /// The message's text or blocks. Each block of text becomes a paragraph.
     #[schema(inline)]
-    content: Content,
+    content: MessageContent,
 }
 
 /// A block of a message. Only an assistant's message may have tool uses and thinking. Only a user's message may have tool
@@ -124,6 +127,8 @@ pub(in crate::api) struct ContentBlock {
     r#type: BlockType,
     /// For `text`: the text.
     text: Option<String>,
+    /// For `image`: the image.
+    source: Option<ImageSource>,
     /// For `thinking`: the thought. The model's template decides whether it is in the prompt.
     thinking: Option<String>,
     /// For `tool_use`: the id of the call.
@@ -134,9 +139,9 @@ pub(in crate::api) struct ContentBlock {
     input: Option<JsonObject>,
     /// For `tool_result`: the id of a tool use in an earlier message.
     tool_use_id: Option<String>,
-    /// For `tool_result`: the result, a text or blocks of text.
+    /// For `tool_result`: the result, a text or blocks of text and images.
     #[schema(inline)]
-    content: Option<TextContent>,
+    content: Option<ResultContent>,
     /// For `tool_result`: whether the tool failed.
     is_error: Option<bool>,
 }
@@ -148,6 +153,32 @@ pub(in crate::api) struct TextBlock {
     r#type: TextBlockType,
     /// With `text`, where it must be there.
     text: Option<String>,
+}
+
+/// A block of the result of a tool.
+#[derive(Debug, Deserialize, ToSchema)]
+#[schema(as = ResultBlockParam)]
+pub(in crate::api) struct ResultBlock {
+    r#type: ResultBlockType,
+    /// For `text`: the text.
+    text: Option<String>,
+    /// For `image`: the image.
+    source: Option<ImageSource>,
+}
+
+/// An image in a request.
+#[derive(Debug, Deserialize, ToSchema)]
+pub(in crate::api) struct ImageSource {
+    r#type: ImageSourceType,
+    /// The file as base64.
+    #[schema(required, nullable = false)]
+    data: Option<String>,
+    #[allow(dead_code, reason = "the file says itself what it is")]
+    media_type: Option<String>,
+}
+
+impl ListedBesideText for ResultBlock {
+    const NAME: &str = "a list of blocks";
 }
 
 impl ListedBesideText for TextBlock {
@@ -232,7 +263,7 @@ impl ConversationFields {
         self.refuse_unsupported()?;
         let mut conversation = Conversation::default();
         if let Some(system) = self.system {
-            conversation.say("system", &text("system", without_billing(system))?);
+            conversation.say("system", text("system", without_billing(system))?);
         }
         for (i, message) in self.messages.0.into_iter().enumerate() {
             add_message(&mut conversation, &format!("messages[{i}]"), message)?;
@@ -242,7 +273,7 @@ impl ConversationFields {
                 "expected a tool_result for each tool_use of the last message, in a message of the user";
             return Err(ApiError::invalid("messages", problem));
         }
-        let messages = conversation.finish();
+        let (messages, images) = conversation.finish();
         // If the last turn is the assistant's, the answer continues it.
         let continued = messages.last().is_some_and(|last| last.role == "assistant");
         let ending = if continued { PromptEnding::Continued } else { PromptEnding::Answer };
@@ -252,8 +283,15 @@ impl ConversationFields {
             param: "output_config.format".into(),
         });
         let thinking = self.thinking.map(ThinkingParam::thinking).unwrap_or_default();
-        let request =
-            GenerateRequest { messages, ending, tools, grammar, thinking, ..GenerateRequest::default() };
+        let request = GenerateRequest {
+            messages,
+            images,
+            ending,
+            tools,
+            grammar,
+            thinking,
+            ..GenerateRequest::default()
+        };
         Ok((wire::named(self.model), request))
     }
 
@@ -280,50 +318,57 @@ fn add_message(conversation: &mut Conversation, at: &str, message: MessageParam)
     };
     let blocks = match content {
         TextOr::Text(text) => {
-            conversation.say(speaker, &text);
+            conversation.say(speaker, text);
             return Ok(());
         }
         TextOr::Other(blocks) => blocks,
     };
-    let (mut paragraphs, mut only_text) = (Vec::new(), true);
-    let say = |paragraphs: &mut Vec<String>, conversation: &mut Conversation| {
-        if !paragraphs.is_empty() {
-            conversation.say(speaker, &std::mem::take(paragraphs).join("\n\n"));
+    let (mut said, mut only_said) = (Content::default(), true);
+    let say = |said: &mut Content, conversation: &mut Conversation| {
+        if !said.is_empty() {
+            conversation.say(speaker, std::mem::take(said));
         }
     };
     for (i, block) in blocks.into_iter().enumerate() {
         let at = format!("{at}.content[{i}]");
-        // The result of a tool, which may be empty. It is checked in every block, as the document says.
-        let given = block.content.map(|content| text(&field(&at, "content"), content)).transpose()?;
+        if let BlockType::Other(kind) = &block.r#type {
+            return Err(unknown_part(&at, kind, &["text", "image", "tool_use", "tool_result"]));
+        }
+        // The file of an image, and the result of a tool, which may be empty. They are checked in every block, as the
+        // document says.
+        let file = file_of(&at, block.source)?;
+        let given =
+            block.content.map(|content| result(conversation, &field(&at, "content"), content)).transpose()?;
         match (&block.r#type, &role) {
             (BlockType::ToolUse, MessageRole::Assistant) => {
-                say(&mut paragraphs, conversation);
+                say(&mut said, conversation);
                 let arguments = Value::from(required(block.input, &at, "input")?).to_string();
                 let call = Call { name: required(block.name, &at, "name")?, arguments };
                 conversation.call(&required(block.id, &at, "id")?, call);
-                only_text = false;
+                only_said = false;
             }
             (BlockType::ToolResult, MessageRole::User) => {
-                say(&mut paragraphs, conversation);
-                let text = given.unwrap_or_default();
+                say(&mut said, conversation);
                 let failed = block.is_error.unwrap_or(false);
-                let text = if failed { format!("Error: {text}") } else { text };
+                let mut content = Content::from(if failed { "Error: " } else { "" });
+                content.push(&given.unwrap_or_default());
                 let id = required(block.tool_use_id, &at, "tool_use_id")?;
-                add_result(conversation, &field(&at, "tool_use_id"), &id, text)?;
-                only_text = false;
+                add_result(conversation, &field(&at, "tool_use_id"), &id, content)?;
+                only_said = false;
             }
             (BlockType::Thinking, MessageRole::Assistant) => {
-                say(&mut paragraphs, conversation);
+                say(&mut said, conversation);
                 conversation.think(&block.thinking.unwrap_or_default());
             }
-            _ => paragraphs.extend(paragraph(&at, &role, block.r#type, block.text)?),
+            (BlockType::Image, _) => add_image(conversation, &mut said, &at, file)?,
+            _ => said.push_paragraph(&paragraph(&at, &role, block.r#type, block.text)?.into()),
         }
     }
     // A message without text is a turn too.
-    if only_text && paragraphs.is_empty() {
+    if only_said && said.is_empty() {
         conversation.say(speaker, "");
     }
-    say(&mut paragraphs, conversation);
+    say(&mut said, conversation);
     Ok(())
 }
 
@@ -355,25 +400,77 @@ fn text(at: &str, content: TextContent) -> Result<String, ApiError> {
         let at = format!("{at}[{i}]");
         match block.r#type {
             TextBlockType::Text => paragraphs.push(required(block.text, &at, "text")?),
-            TextBlockType::Other(kind) => return Err(no_text(&at, &kind, TextBlockType::WORDS)),
+            TextBlockType::Other(kind) => return Err(unknown_part(&at, &kind, TextBlockType::WORDS)),
         }
     }
     paragraphs.retain(|text| !text.is_empty());
     Ok(paragraphs.join("\n\n"))
 }
 
-/// The text of a block. `None` = an empty text or a redacted thought, which the prompt omits.
+/// The result of a tool: a text, or blocks, of which texts become paragraphs.
+fn result(conversation: &mut Conversation, at: &str, content: ResultContent) -> Result<Content, ApiError> {
+    let blocks = match content {
+        TextOr::Text(text) => return Ok(text.into()),
+        TextOr::Other(blocks) => blocks,
+    };
+    let mut joined = Content::default();
+    for (i, block) in blocks.into_iter().enumerate() {
+        let at = format!("{at}[{i}]");
+        if let ResultBlockType::Other(kind) = &block.r#type {
+            return Err(unknown_part(&at, kind, ResultBlockType::WORDS));
+        }
+        let file = file_of(&at, block.source)?;
+        match block.r#type {
+            ResultBlockType::Image => add_image(conversation, &mut joined, &at, file)?,
+            _ => joined.push_paragraph(&required(block.text, &at, "text")?.into()),
+        }
+    }
+    Ok(joined)
+}
+
+/// The file of the block at the path `at`, if it has one.
+fn file_of(at: &str, source: Option<ImageSource>) -> Result<Option<String>, ApiError> {
+    let Some(source) = source else { return Ok(None) };
+    let at = field(at, "source");
+    if let ImageSourceType::Other(kind) = source.r#type {
+        let problem = format!(
+            "expected base64, got {:?}: this server loads no addresses and stores no files, so send the image itself",
+            short(&kind)
+        );
+        return Err(ApiError::unsupported(field(&at, "type"), problem));
+    }
+    required(source.data, &at, "data").map(Some)
+}
+
+/// Adds the image of the block at the path `at` to a content.
+fn add_image(
+    conversation: &mut Conversation,
+    content: &mut Content,
+    at: &str,
+    file: Option<String>,
+) -> Result<(), ApiError> {
+    let file = required(file, at, "source")?;
+    let param = field(&field(at, "source"), "data");
+    push_image(conversation, content, field(at, "type"), param, file);
+    Ok(())
+}
+
+/// The text of a block. It is empty for a redacted thought, which the prompt omits.
 fn paragraph(
     at: &str,
     role: &MessageRole,
     kind: BlockType,
     text: Option<String>,
-) -> Result<Option<String>, ApiError> {
+) -> Result<String, ApiError> {
     match kind {
-        BlockType::Text => Ok(Some(required(text, at, "text")?).filter(|text| !text.is_empty())),
-        BlockType::RedactedThinking if *role == MessageRole::Assistant => Ok(None),
-        BlockType::Other(kind) => Err(no_text(at, &kind, &["text", "tool_use", "tool_result"])),
-        BlockType::ToolUse | BlockType::ToolResult | BlockType::Thinking | BlockType::RedactedThinking => {
+        BlockType::Text => required(text, at, "text"),
+        BlockType::RedactedThinking if *role == MessageRole::Assistant => Ok(String::new()),
+        BlockType::Image
+        | BlockType::Other(_)
+        | BlockType::ToolUse
+        | BlockType::ToolResult
+        | BlockType::Thinking
+        | BlockType::RedactedThinking => {
             let problem = "tool_use and thinking are allowed only in a message of the assistant, and tool_result only in one of the user";
             Err(ApiError::invalid(field(at, "type"), problem))
         }

@@ -6,17 +6,17 @@ use utoipa::ToSchema;
 use super::answer::{AnswerFormat, LineEnd, LineHead, OllamaCall, Piece, Route};
 use super::fields::{AnswerForm, OllamaAnswerFields};
 use crate::api::error::ApiError;
-use crate::api::openai::conversation::{CallArguments, call};
+use crate::api::openai::conversation::{CallArguments, call, push_image};
 use crate::api::openai::logprobs::TokenLogprob;
 use crate::api::openai::tools::ChatToolFields;
 use crate::api::openapi::{OllamaErrors, post_route};
 use crate::api::wire::bounded::List;
 use crate::api::wire::reply::{Assistant, replies};
-use crate::api::wire::union::{Anything, Lines};
+use crate::api::wire::union::Lines;
 use crate::api::wire::{self, field, short};
 use crate::engine::Request;
-use crate::session::{AnswerText, Conversation, GenerateRequest, MAX_TOOLS, Service, SessionError};
-use crate::text::{Message, PromptEnding};
+use crate::session::{AnswerText, Conversation, GenerateRequest, Image, MAX_TOOLS, Service, SessionError};
+use crate::text::{Content, Message, PromptEnding};
 
 type OllamaChatLines = Lines<OllamaChat>;
 type OllamaChatFormat = AnswerFormat<ChatRoute>;
@@ -54,9 +54,8 @@ struct OllamaMessage {
     content: Option<String>,
     /// What the assistant thought before its message. The model's template decides whether it is in the prompt.
     thinking: Option<String>,
-    /// Not supported: this server reads text only.
-    #[schema(max_items = 0)]
-    images: Option<Vec<Anything>>,
+    /// Images, which come before the text: each a file as base64. Only for models that take images.
+    images: Option<Vec<String>>,
     /// The tool calls that an assistant's message made.
     #[schema(inline)]
     tool_calls: Option<OllamaMadeCalls>,
@@ -117,7 +116,7 @@ impl Route for ChatRoute {
 
     fn parse(body: &[u8]) -> Result<(AnswerForm, GenerateRequest, Option<ChatPrompt>), ApiError> {
         let OllamaChatRequest { chat, tools, answer } = OllamaChatRequest::read(&wire::object(body)?)?;
-        let mut messages = messages(chat.messages.unwrap_or_default())?;
+        let (mut messages, images) = messages(chat.messages.unwrap_or_default())?;
         // Some clients end with an empty message that the answer shall fill.
         messages
             .pop_if(|last| last.role == "assistant" && last.content.is_empty() && last.tool_calls.is_empty());
@@ -126,7 +125,7 @@ impl Route for ChatRoute {
             messages.last().is_some_and(|last| last.role == "assistant" && last.tool_calls.is_empty());
         let ending = if continues { PromptEnding::Continued } else { PromptEnding::Answer };
         let prompt = (!messages.is_empty()).then_some(ChatPrompt { truncate: chat.truncate.unwrap_or(true) });
-        Ok((form, GenerateRequest { messages, tools: tools.tools()?, ending, ..request }, prompt))
+        Ok((form, GenerateRequest { messages, images, tools: tools.tools()?, ending, ..request }, prompt))
     }
 
     /// Leaves out as few turns as possible if the conversation is too long.
@@ -138,13 +137,13 @@ impl Route for ChatRoute {
     ) -> Result<(Request, AnswerText), ApiError> {
         let fits = |request: &GenerateRequest| match service.conversation(request) {
             Ok(ids) => Ok(ids.len() < most),
-            Err(SessionError::Context(_)) => Ok(false),
+            Err(SessionError::Context { .. }) => Ok(false),
             Err(error) => Err(error),
         };
         match service.prepare(request) {
             Ok(whole) if !prompt.truncate || whole.0.prompt.len() < most => return Ok(whole),
             Ok(_) => {}
-            Err(SessionError::Context(_)) if prompt.truncate => {}
+            Err(SessionError::Context { .. }) if prompt.truncate => {}
             Err(error) => return Err(error.into()),
         }
         let users = request.messages.iter().enumerate().filter(|(_, message)| message.role == "user");
@@ -178,14 +177,27 @@ fn from_turn(request: &GenerateRequest, start: usize) -> GenerateRequest {
     GenerateRequest { messages: kept.map(|(_, message)| message.clone()).collect(), ..request.clone() }
 }
 
-fn messages(items: Vec<OllamaMessage>) -> Result<Vec<Message>, ApiError> {
+/// The images of `images` at the path `at`, and the text after them.
+pub(super) fn content(
+    conversation: &mut Conversation,
+    at: &str,
+    images: Option<Vec<String>>,
+    text: &str,
+) -> Content {
+    let mut content = Content::default();
+    for (i, file) in images.into_iter().flatten().enumerate() {
+        push_image(conversation, &mut content, at.to_owned(), format!("{at}[{i}]"), file);
+    }
+    content.push_text(text);
+    content
+}
+
+fn messages(items: Vec<OllamaMessage>) -> Result<(Vec<Message>, Vec<Image>), ApiError> {
     let mut conversation = Conversation::default();
     for (i, item) in items.into_iter().enumerate() {
         let at = format!("messages[{i}]");
-        if item.images.is_some_and(|images| !images.is_empty()) {
-            return Err(ApiError::unsupported(field(&at, "images"), "this server reads text only"));
-        }
         let text = item.content.unwrap_or_default();
+        let content = content(&mut conversation, &field(&at, "images"), item.images, &text);
         let calls = item.tool_calls.unwrap_or_default().0;
         let role = match item.role.to_lowercase().as_str() {
             "system" => "system",
@@ -194,8 +206,8 @@ fn messages(items: Vec<OllamaMessage>) -> Result<Vec<Message>, ApiError> {
             "assistant" => "assistant",
             "tool" => {
                 let is_known = match item.tool_call_id.filter(|id| !id.is_empty()) {
-                    Some(id) => conversation.result(&id, text),
-                    None => conversation.next_result(text),
+                    Some(id) => conversation.result(&id, content),
+                    None => conversation.next_result(content),
                 };
                 if !is_known {
                     // Home Assistant cuts old messages off, and may leave the result of a call that it cut off.
@@ -216,8 +228,8 @@ fn messages(items: Vec<OllamaMessage>) -> Result<Vec<Message>, ApiError> {
         if let Some(thought) = item.thinking.filter(|_| role == "assistant") {
             conversation.think(&thought);
         }
-        if calls.is_empty() || !text.is_empty() {
-            conversation.say(role, &text);
+        if calls.is_empty() || !content.is_empty() {
+            conversation.say(role, content);
         }
         for OllamaMadeCall { id, function } in calls {
             conversation.call(&id.unwrap_or_default(), call(function.name, function.arguments));

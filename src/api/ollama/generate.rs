@@ -4,6 +4,7 @@ use serde::Deserialize;
 use utoipa::ToSchema;
 
 use super::answer::{AnswerFormat, LineEnd, LineHead, Piece, Route};
+use super::chat;
 use super::fields::{AnswerForm, OllamaAnswerFields};
 use crate::api::error::ApiError;
 use crate::api::openai::logprobs::TokenLogprob;
@@ -11,10 +12,9 @@ use crate::api::openapi::{OllamaErrors, post_route};
 use crate::api::wire;
 use crate::api::wire::bounded::TokenId;
 use crate::api::wire::reply::replies;
-use crate::api::wire::union::{Anything, Lines};
+use crate::api::wire::union::Lines;
 use crate::engine::Request;
-use crate::session::{AnswerText, GenerateRequest, Service};
-use crate::text::Message;
+use crate::session::{AnswerText, Conversation, GenerateRequest, Service};
 
 type OllamaGenerateLines = Lines<OllamaGenerate>;
 type OllamaGenerateFormat = AnswerFormat<GenerateRoute>;
@@ -51,9 +51,8 @@ pub(in crate::api) struct OllamaGenerateFields {
     context: Option<Vec<TokenId>>,
     /// Whether the prompt is continued as it is, without a template.
     raw: Option<bool>,
-    /// Not supported: this server reads text only.
-    #[schema(max_items = 0)]
-    images: Option<Vec<Anything>>,
+    /// Images, which come before the text: each a file as base64. Only for models that take images, and not with `raw`.
+    images: Option<Vec<String>>,
 }
 
 replies! {
@@ -63,7 +62,8 @@ replies! {
         head: LineHead,
         response: String,
         thinking?: String,
-        /// The ids of prompt and answer, in the last line. The next request may have them as its `context`.
+        /// The ids of prompt and answer, in the last line. The next request may have them as its `context`. Absent if the
+        /// request has images, which ids cannot hold.
         context?: Vec<u32>,
         /// Log probabilities of the tokens that the line adds, if the request has `logprobs`.
         logprobs?: Vec<TokenLogprob>,
@@ -75,6 +75,7 @@ replies! {
 pub(in crate::api) struct GeneratePrompt {
     text: String,
     is_raw: bool,
+    has_images: bool,
     context: Vec<u32>,
 }
 
@@ -98,18 +99,29 @@ impl Route for GenerateRoute {
             let problem = "the checkpoint's own template is used: send raw and a prompt of your own";
             return Err(ApiError::unsupported("template", problem));
         }
-        if images.is_some_and(|images| !images.is_empty()) {
-            return Err(ApiError::unsupported("images", "this server reads text only"));
-        }
         let (form, request) = request.answer.read()?;
         let is_raw = raw.unwrap_or(false);
-        let Some(text) = prompt.filter(|prompt| !prompt.is_empty()) else { return Ok((form, request, None)) };
-        let system = system.filter(|system| !system.is_empty() && !is_raw);
-        let system = system.map(|system| Message::new("system", &system));
-        let messages = system.into_iter().chain((!is_raw).then(|| Message::new("user", &text)));
-        let request = GenerateRequest { messages: messages.collect(), ..request };
+        let has_images = images.as_ref().is_some_and(|images| !images.is_empty());
+        if is_raw && has_images {
+            let problem = "only the chat template says where they belong: leave out images or raw";
+            return Err(ApiError::unsupported("images", problem));
+        }
+        let text = prompt.unwrap_or_default();
+        if text.is_empty() && !has_images {
+            return Ok((form, request, None));
+        }
+        let mut conversation = Conversation::default();
+        if !is_raw {
+            if let Some(system) = system.filter(|system| !system.is_empty()) {
+                conversation.say("system", system);
+            }
+            let content = chat::content(&mut conversation, "images", images, &text);
+            conversation.say("user", content);
+        }
+        let (messages, images) = conversation.finish();
+        let request = GenerateRequest { messages, images, ..request };
         let context = context.unwrap_or_default().into_iter().map(|id| id.0).collect();
-        Ok((form, request, Some(GeneratePrompt { text, is_raw, context })))
+        Ok((form, request, Some(GeneratePrompt { text, is_raw, has_images, context })))
     }
 
     fn prepare(
@@ -130,7 +142,8 @@ impl Route for GenerateRoute {
 
     fn line(prompt: Option<&GeneratePrompt>, head: LineHead, piece: Piece, end: LineEnd) -> OllamaGenerate {
         let Piece { thought, text, logprobs, ids, .. } = piece;
-        let context = (!ids.is_empty() && prompt.is_some_and(|prompt| !prompt.is_raw)).then_some(ids);
+        let context = (!ids.is_empty() && prompt.is_some_and(|prompt| !prompt.is_raw && !prompt.has_images))
+            .then_some(ids);
         OllamaGenerate { head, response: text, thinking: thought, context, logprobs, end }
     }
 }

@@ -272,7 +272,8 @@ fn parameter_size(parameters: u64) -> String {
 
 fn capabilities(card: &ModelCard) -> Vec<&'static str> {
     let thinking = card.can_think.then_some("thinking");
-    ["completion", "tools"].into_iter().chain(thinking).collect()
+    let vision = card.takes_images.then_some("vision");
+    ["completion", "tools"].into_iter().chain(vision).chain(thinking).collect()
 }
 
 fn modified(card: &ModelCard) -> String {

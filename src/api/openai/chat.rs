@@ -84,7 +84,7 @@ words! {
 pub(in crate::api) fn parse(body: &[u8]) -> Result<Parsed<Form>, ApiError> {
     let request = ChatCompletionRequest::read(&wire::object(body)?)?;
     let ChatCompletionRequest { chat, tools, thinking, template, options, grammar, .. } = request;
-    let messages = messages(chat.messages)?;
+    let (messages, images) = messages(chat.messages)?;
     if chat.modalities.is_some_and(|modalities| modalities.iter().any(|m| *m != Modality::Text)) {
         return Err(ApiError::unsupported("modalities", "this server answers with text only"));
     }
@@ -95,8 +95,16 @@ pub(in crate::api) fn parse(body: &[u8]) -> Result<Parsed<Form>, ApiError> {
     let logprobs = logprobs(chat.logprobs, chat.top_logprobs)?;
     let parsed = options.parsed(wire::named(chat.model), max_tokens, grammar)?;
     let thinking = thinking.thinking();
-    let request =
-        GenerateRequest { messages, tools, ending, thinking, template_kwargs, logprobs, ..parsed.request };
+    let request = GenerateRequest {
+        messages,
+        images,
+        tools,
+        ending,
+        thinking,
+        template_kwargs,
+        logprobs,
+        ..parsed.request
+    };
     Ok(Parsed { request, ..parsed })
 }
 

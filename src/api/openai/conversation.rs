@@ -7,23 +7,23 @@ use crate::api::error::ApiError;
 use crate::api::openai::tools::{FunctionType, check_type};
 use crate::api::tools::add_result;
 use crate::api::wire::bounded::List;
-use crate::api::wire::union::{ListedBesideText, Refused, TextOr, expected, words};
+use crate::api::wire::union::{BesideText, ListedBesideText, Refused, TextOr, expected, words};
 use crate::api::wire::{JsonObject, field, required};
-use crate::session::{Call, Conversation, MAX_TOOLS};
-use crate::text::{Message, PromptEnding, TemplateKwargs};
+use crate::session::{Call, Conversation, Image, MAX_TOOLS};
+use crate::text::{Content, Message, PromptEnding, TemplateKwargs};
 
 words! {
     ChatRole {
         System = "system", Developer = "developer", User = "user", Assistant = "assistant", Tool = "tool"
     } or Other;
-    ChatPartType { Text = "text" } or Other;
+    ChatPartType { Text = "text", ImageUrl = "image_url" } or Other;
 }
 
 /// The messages of a conversation.
 pub(in crate::api) type ChatMessages = List<ChatMessage, 1, { usize::MAX }>;
 
 /// The content of a message.
-type ChatContent = TextOr<Vec<TextPart>>;
+type ChatContent = TextOr<Vec<ChatPart>>;
 
 /// The calls of one answer.
 type MadeCalls = List<MadeCall, 0, MAX_TOOLS>;
@@ -32,7 +32,8 @@ type MadeCalls = List<MadeCall, 0, MAX_TOOLS>;
 #[derive(Debug, Deserialize, ToSchema)]
 pub(in crate::api) struct ChatMessage {
     role: ChatRole,
-    /// The text of the message. An assistant's or a tool's message may have none. Parts are joined without a separator.
+    /// The text of the message, or its parts, which are joined without a separator. An assistant's or a tool's message may
+    /// have none.
     #[schema(inline)]
     content: Option<ChatContent>,
     /// What the assistant thought before its message. The model's template decides whether it is in the prompt.
@@ -49,16 +50,36 @@ pub(in crate::api) struct ChatMessage {
     function_call: Option<Refused>,
 }
 
-/// A part of a message.
+/// An image, or its `url` alone.
+type ImageFile = TextOr<ImageUrl>;
+
+/// A part of a message: a text, or an image for a model that takes images.
 #[derive(Debug, Deserialize, ToSchema)]
-pub(in crate::api) struct TextPart {
+pub(in crate::api) struct ChatPart {
     r#type: ChatPartType,
-    #[schema(required, nullable = false)]
+    /// For `text`: the text.
     text: Option<String>,
+    /// For `image_url`: the image, or its `url` alone.
+    #[schema(inline)]
+    image_url: Option<ImageFile>,
 }
 
-impl ListedBesideText for TextPart {
+impl ListedBesideText for ChatPart {
     const NAME: &str = "a list of parts";
+}
+
+/// An image.
+#[derive(Debug, Deserialize, ToSchema)]
+pub(in crate::api) struct ImageUrl {
+    /// The file, as `data:image/png;base64,...` or as base64 alone. Nothing is loaded from an address.
+    url: String,
+    #[allow(dead_code, reason = "an image always has the same number of tokens")]
+    detail: Option<String>,
+}
+
+impl BesideText for ImageUrl {
+    const NAME: &str = "an object";
+    const IS_LIST: bool = false;
 }
 
 /// A call that an earlier answer made.
@@ -102,12 +123,12 @@ pub(in crate::api) struct TemplateFields {
     add_generation_prompt: Option<bool>,
 }
 
-/// The messages for the template. Their roles are system, developer, user or assistant.
-pub(in crate::api) fn messages(items: ChatMessages) -> Result<Vec<Message>, ApiError> {
+/// The messages for the template, and their images. The roles are system, developer, user, assistant or tool.
+pub(in crate::api) fn messages(items: ChatMessages) -> Result<(Vec<Message>, Vec<Image>), ApiError> {
     let mut conversation = Conversation::default();
     for (i, item) in items.0.into_iter().enumerate() {
         let at = format!("messages[{i}]");
-        let text = text(&at, item.content, &item.role)?;
+        let content = content(&mut conversation, &at, item.content, &item.role)?;
         let role = match item.role {
             ChatRole::System => "system",
             ChatRole::Developer => "developer",
@@ -115,8 +136,8 @@ pub(in crate::api) fn messages(items: ChatMessages) -> Result<Vec<Message>, ApiE
             ChatRole::Assistant => "assistant",
             ChatRole::Tool => {
                 match item.tool_call_id {
-                    Some(id) => add_result(&mut conversation, &field(&at, "tool_call_id"), &id, text)?,
-                    None if conversation.next_result(text) => {}
+                    Some(id) => add_result(&mut conversation, &field(&at, "tool_call_id"), &id, content)?,
+                    None if conversation.next_result(content) => {}
                     None => {
                         let problem = "every call before it has a result: tool_call_id must name a call";
                         return Err(ApiError::invalid(field(&at, "tool_call_id"), problem));
@@ -130,8 +151,8 @@ pub(in crate::api) fn messages(items: ChatMessages) -> Result<Vec<Message>, ApiE
             conversation.think(&thought);
         }
         let calls = calls(&at, item.function_call, item.tool_calls.unwrap_or_default().0, role)?;
-        if calls.is_empty() || !text.is_empty() {
-            conversation.say(role, &text);
+        if calls.is_empty() || !content.is_empty() {
+            conversation.say(role, content);
         }
         for (id, call) in calls {
             conversation.call(&id, call);
@@ -151,29 +172,53 @@ fn unknown_role(at: &str, role: &str) -> ApiError {
     }
 }
 
-/// The text of a message. Parts are joined without a separator.
-fn text(at: &str, content: Option<ChatContent>, role: &ChatRole) -> Result<String, ApiError> {
+/// The content of a message. Parts are joined without a separator.
+fn content(
+    conversation: &mut Conversation,
+    at: &str,
+    content: Option<ChatContent>,
+    role: &ChatRole,
+) -> Result<Content, ApiError> {
     let parts = match content {
-        Some(TextOr::Text(text)) => return Ok(text),
+        Some(TextOr::Text(text)) => return Ok(text.into()),
         Some(TextOr::Other(parts)) => parts,
         // An assistant's turn may have no text, and a tool's result may be empty.
-        None if matches!(role, ChatRole::Assistant | ChatRole::Tool) => return Ok(String::new()),
-        None if matches!(role, ChatRole::Other(_)) => return Ok(String::new()),
+        None if matches!(role, ChatRole::Assistant | ChatRole::Tool) => return Ok(Content::default()),
+        None if matches!(role, ChatRole::Other(_)) => return Ok(Content::default()),
         None => return required(None, at, "content"),
     };
-    let mut joined = String::new();
+    let mut joined = Content::default();
     for (i, part) in parts.into_iter().enumerate() {
         let at = format!("{at}.content[{i}]");
         match part.r#type {
-            ChatPartType::Text => joined.push_str(&required(part.text, &at, "text")?),
-            ChatPartType::Other(kind) => return Err(no_text(&at, &kind, ChatPartType::WORDS)),
+            ChatPartType::Text => joined.push_text(&required(part.text, &at, "text")?),
+            ChatPartType::ImageUrl => {
+                let (name, file) = match required(part.image_url, &at, "image_url")? {
+                    TextOr::Text(url) => ("image_url", url),
+                    TextOr::Other(ImageUrl { url, .. }) => ("image_url.url", url),
+                };
+                push_image(conversation, &mut joined, field(&at, "type"), field(&at, name), file);
+            }
+            ChatPartType::Other(kind) => return Err(unknown_part(&at, &kind, ChatPartType::WORDS)),
         }
     }
     Ok(joined)
 }
 
-/// Refuses a part that is not text; `known` are the types of text parts.
-pub(in crate::api) fn no_text(at: &str, kind: &str, known: &[&str]) -> ApiError {
+/// Adds an image to a content of the conversation. `kind_param` is the field that asks for an image, and `param` the one
+/// that has the file.
+pub(in crate::api) fn push_image(
+    conversation: &mut Conversation,
+    content: &mut Content,
+    kind_param: String,
+    param: String,
+    file: String,
+) {
+    content.push_image(conversation.image(Image { param, kind_param, file: file.into() }));
+}
+
+/// Refuses a part of an unknown type; `known` are the types that may be there.
+pub(in crate::api) fn unknown_part(at: &str, kind: &str, known: &[&str]) -> ApiError {
     const MEDIA: [&str; 12] = [
         "image_url",
         "input_image",
@@ -190,7 +235,7 @@ pub(in crate::api) fn no_text(at: &str, kind: &str, known: &[&str]) -> ApiError 
     ];
     let at = field(at, "type");
     if MEDIA.contains(&kind) {
-        return ApiError::unsupported(at, format!("this server reads text only, not {kind:?}"));
+        return ApiError::unsupported(at, format!("{}, which is not read here", expected(known, kind)));
     }
     ApiError::invalid(at, expected(known, kind))
 }

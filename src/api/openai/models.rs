@@ -178,7 +178,7 @@ replies! {
     /// What the model reads and writes, as OpenRouter reports it.
     struct Architecture {
         modality: &'static str,
-        input_modalities: [&'static str; 1],
+        input_modalities: &'static [&'static str],
         output_modalities: [&'static str; 1],
     }
 
@@ -207,6 +207,7 @@ impl Model {
         let engine = model.engine();
         let limits = engine.as_ref().map(EngineHandle::limits);
         let context = limits.map(|limits| limits.max_context);
+        let takes_images = model.card().is_some_and(|card| card.takes_images);
         Self {
             id: name.to_owned(),
             object: ModelObject::Model,
@@ -218,8 +219,8 @@ impl Model {
             owned_by: env!("CARGO_PKG_NAME"),
             status: ModelStatus { value: server.library().stage(index).into() },
             architecture: Architecture {
-                modality: "text->text",
-                input_modalities: ["text"],
+                modality: if takes_images { "text+image->text" } else { "text->text" },
+                input_modalities: if takes_images { &["text", "image"] } else { &["text"] },
                 output_modalities: ["text"],
             },
             supported_parameters: SUPPORTED_PARAMETERS,

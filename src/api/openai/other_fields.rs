@@ -111,7 +111,7 @@ const SPECULATION: &str = "speculation changes how fast an answer comes, and not
 const CACHING: &str = "the prefix cache is always on";
 const STORES_NOTHING: &str = "the server keeps no chats";
 const ONE_MODEL: &str = "engine.idle_unload_s, or keep_alive of the last request of Ollama's API, says when the model is unloaded";
-const NO_MEDIA: &str = "the server reads text only";
+const MEDIA_FIXED: &str = "every image is read in the same way";
 const OWN_TEMPLATE: &str =
     "the checkpoint's own chat template is used; use /v1/completions for a prompt of your own";
 const ONLY_IN_CHATS: &str = "chats and completions have it";
@@ -181,8 +181,8 @@ const OF_ANSWERS: &[OtherField] = &[
     ignored("priority", VLLM, "use the header X-Unicorn-Priority"),
     ignored("request_id", VLLM, "use the header x-request-id"),
     ignored("kv_transfer_params", VLLM, "there is one server"),
-    ignored("media_io_kwargs", VLLM, NO_MEDIA),
-    ignored("mm_processor_kwargs", VLLM, NO_MEDIA),
+    ignored("media_io_kwargs", VLLM, MEDIA_FIXED),
+    ignored("mm_processor_kwargs", VLLM, MEDIA_FIXED),
     refused("format", OLLAMA, NO_TEXT, "use response_format"),
     refused("options", OLLAMA, NO_OBJECT, IN_THE_BODY),
     refused("template", OLLAMA, NO_TEXT, OWN_TEMPLATE),

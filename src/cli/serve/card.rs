@@ -35,5 +35,7 @@ pub fn card(files: &ModelFiles, texts: &Texts) -> Result<ModelCard, Error> {
         vocab_size: config.vocab_size,
         template: texts.template.source().to_owned(),
         can_think: texts.tokenizer.thought_tokens().is_some(),
+        // No checkpoint's tower for images is read yet.
+        takes_images: false,
     })
 }

@@ -9,4 +9,5 @@ pub(super) static CHATML: Family = Family {
     end_of_turn: "<|im_end|>",
     between_turns: &["<|im_start|>", "<|im_end|>"],
     thought: None,
+    image: None,
 };

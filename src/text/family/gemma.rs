@@ -1,6 +1,6 @@
 //! Gemma's conversations: the control tokens, and the template for checkpoints without one.
 
-use super::syntax::{BuiltIn, Family};
+use super::syntax::{BuiltIn, Family, ImageSyntax};
 
 pub(super) static GEMMA: Family = Family {
     mark: "<start_of_turn>",
@@ -9,4 +9,10 @@ pub(super) static GEMMA: Family = Family {
     end_of_turn: "<end_of_turn>",
     between_turns: &["<start_of_turn>", "<end_of_turn>"],
     thought: None,
+    image: Some(ImageSyntax {
+        begin: "<start_of_image>",
+        soft: "<image_soft_token>",
+        end: "<end_of_image>",
+        around: "\n\n",
+    }),
 };

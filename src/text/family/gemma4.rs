@@ -14,4 +14,5 @@ pub(super) static GEMMA4: Family = Family {
         close: "<channel|>",
         again_after: Some("<tool_response|>"),
     }),
+    image: None,
 };

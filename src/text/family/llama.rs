@@ -9,4 +9,5 @@ pub(super) static LLAMA: Family = Family {
     end_of_turn: "<|eot_id|>",
     between_turns: &["<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"],
     thought: None,
+    image: None,
 };

@@ -15,4 +15,5 @@ pub(super) static MISTRAL: Family = Family {
         close: "[/THINK]",
         again_after: Some("[/INST]"),
     }),
+    image: None,
 };

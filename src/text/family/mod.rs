@@ -12,7 +12,7 @@ mod syntax;
 pub(super) use calls::CallBody;
 pub use calls::CallSyntax;
 pub use syntax::Family;
-pub(super) use syntax::{THINK, ThoughtSyntax};
+pub(super) use syntax::{ImageSyntax, THINK, ThoughtSyntax};
 
 static FAMILIES: [&Family; 5] =
     [&gemma::GEMMA, &gemma4::GEMMA4, &llama::LLAMA, &chatml::CHATML, &mistral::MISTRAL];
@@ -31,7 +31,9 @@ pub(super) fn plain_json() -> &'static CallSyntax {
     &calls::PLAIN_JSON
 }
 
-/// Whether this control token separates turns in some family.
-pub(super) fn is_between_turns(token: &str) -> bool {
-    FAMILIES.iter().any(|family| family.between_turns.contains(&token))
+/// Whether this token separates turns or belongs to images in some family. It is a control token, also in a file that does
+/// not say so.
+pub(super) fn is_syntax(token: &str) -> bool {
+    let of_images = |image: ImageSyntax| [image.begin, image.soft, image.end].contains(&token);
+    FAMILIES.iter().any(|family| family.between_turns.contains(&token) || family.image.is_some_and(of_images))
 }

@@ -15,6 +15,20 @@ pub struct Family {
     pub(super) between_turns: &'static [&'static str],
     /// How a model of the family writes down what it thinks before it answers. `None` = as most models do.
     pub(in crate::text) thought: Option<ThoughtSyntax>,
+    /// How a prompt of the family has images, if its models may take any.
+    pub(in crate::text) image: Option<ImageSyntax>,
+}
+
+/// The tokens of an image in a prompt.
+#[derive(Debug, Clone, Copy)]
+pub(in crate::text) struct ImageSyntax {
+    /// The token that a template writes for an image.
+    pub begin: &'static str,
+    /// The token in the places of the image's embeddings.
+    pub soft: &'static str,
+    pub end: &'static str,
+    /// The text before `begin` and after `end`, which the template does not write.
+    pub around: &'static str,
 }
 
 /// The tokens around a thought.

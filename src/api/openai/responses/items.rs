@@ -11,13 +11,14 @@ use utoipa::{IntoParams, ToSchema};
 
 use crate::api::error::ApiError;
 use crate::api::ids::new_id;
-use crate::api::openai::conversation::{CallArguments, call, no_text};
+use crate::api::openai::conversation::{CallArguments, call, push_image, unknown_part};
 use crate::api::tools::add_result;
 use crate::api::wire;
 use crate::api::wire::bounded::List;
-use crate::api::wire::union::{ListedBesideText, TextOr, expected, words};
+use crate::api::wire::union::{ListedBesideText, Refused, TextOr, expected, words};
 use crate::api::wire::{field, required, short};
 use crate::session::Conversation;
+use crate::text::Content;
 
 /// The content of an item.
 type InputContent = TextOr<Vec<InputPart>>;
@@ -32,7 +33,7 @@ words! {
     } or Other;
     ItemRole { User = "user", Assistant = "assistant", System = "system", Developer = "developer" };
     InputPartType { InputText = "input_text", OutputText = "output_text", Text = "text", Refusal = "refusal",
-        ReasoningText = "reasoning_text" } or Other;
+        ReasoningText = "reasoning_text", InputImage = "input_image" } or Other;
 }
 
 /// An item of a conversation: a message (the default), a function call, the output of a call, or what the model thought
@@ -42,7 +43,7 @@ pub(in crate::api) struct InputItem {
     r#type: Option<ItemType>,
     /// For `message`: who says it.
     role: Option<ItemRole>,
-    /// For `message` and `reasoning`: its text. Parts are joined without a separator.
+    /// For `message` and `reasoning`: its text, or its parts, which are joined without a separator. Messages may have images.
     #[schema(inline)]
     content: Option<InputContent>,
     /// For `function_call`: the id of the call. For `function_call_output`: the id of an earlier call.
@@ -52,7 +53,7 @@ pub(in crate::api) struct InputItem {
     /// For `function_call`: the arguments as JSON text, or as an object.
     #[schema(inline)]
     arguments: Option<CallArguments>,
-    /// For `function_call_output`: the result of the call.
+    /// For `function_call_output`: the result of the call, which may have images.
     #[schema(inline)]
     output: Option<InputContent>,
 }
@@ -68,6 +69,12 @@ pub(in crate::api) struct InputPart {
     text: Option<String>,
     /// For `refusal`: its text.
     refusal: Option<String>,
+    /// For `input_image`: the file, as `data:image/png;base64,...` or as base64 alone. Nothing is loaded from an address.
+    image_url: Option<String>,
+    #[allow(dead_code, reason = "an image always has the same number of tokens")]
+    detail: Option<String>,
+    /// Not supported: this server stores no files.
+    file_id: Option<Refused>,
 }
 
 impl ListedBesideText for InputPart {
@@ -80,7 +87,7 @@ impl Input {
     /// Adds the input to a conversation.
     pub fn read(self, conversation: &mut Conversation) -> Result<(), ApiError> {
         match self {
-            TextOr::Text(text) => conversation.say("user", &text),
+            TextOr::Text(text) => conversation.say("user", text),
             TextOr::Other(items) => {
                 for (i, item) in items.0.into_iter().enumerate() {
                     item.read(&format!("{INPUT}[{i}]"), conversation)?;
@@ -131,7 +138,8 @@ impl InputItem {
                     ItemRole::System => "system",
                     ItemRole::Developer => "developer",
                 };
-                conversation.say(role, &text(at, "content", self.content)?);
+                let content = content(conversation, at, "content", self.content)?;
+                conversation.say(role, content);
             }
             Some(ItemType::FunctionCall) => {
                 let id = required(self.call_id, at, "call_id")?;
@@ -139,12 +147,18 @@ impl InputItem {
             }
             Some(ItemType::FunctionCallOutput) => {
                 let id = required(self.call_id, at, "call_id")?;
-                let text = text(at, "output", self.output)?;
-                add_result(conversation, &field(at, "call_id"), &id, text)?;
+                let output = content(conversation, at, "output", self.output)?;
+                add_result(conversation, &field(at, "call_id"), &id, output)?;
             }
             // A thought may have only a summary, or be encrypted.
             Some(ItemType::Reasoning) if self.content.is_none() => {}
-            Some(ItemType::Reasoning) => conversation.think(&text(at, "content", self.content)?),
+            Some(ItemType::Reasoning) => {
+                let thought = content(conversation, at, "content", self.content)?;
+                if thought.images().next().is_some() {
+                    return Err(ApiError::invalid(field(at, "content"), "expected a thought without images"));
+                }
+                conversation.think(thought.text());
+            }
             Some(ItemType::Other(kind)) => return Err(unknown_item(&field(at, "type"), &kind)),
         }
         Ok(())
@@ -162,23 +176,40 @@ fn unknown_item(at: &str, kind: &str) -> ApiError {
     }
 }
 
-/// A text, or parts of text, which are joined without a separator as in a chat.
-fn text(at: &str, name: &str, content: Option<InputContent>) -> Result<String, ApiError> {
+/// A text, or parts, which are joined without a separator as in a chat.
+fn content(
+    conversation: &mut Conversation,
+    at: &str,
+    name: &str,
+    content: Option<InputContent>,
+) -> Result<Content, ApiError> {
     let parts = match required(content, at, name)? {
-        TextOr::Text(text) => return Ok(text),
+        TextOr::Text(text) => return Ok(text.into()),
         TextOr::Other(parts) => parts,
     };
-    let mut joined = String::new();
+    let mut joined = Content::default();
     for (i, part) in parts.into_iter().enumerate() {
         let at = format!("{at}.{name}[{i}]");
-        joined.push_str(&match part.r#type {
+        // It is checked in every part, as the document says.
+        if Refused::is_asked(part.file_id) && !matches!(part.r#type, InputPartType::Other(_)) {
+            let problem = "this server stores no files: send the image itself in image_url, as \"data:image/png;base64,...\"";
+            return Err(ApiError::unsupported(field(&at, "file_id"), problem));
+        }
+        match part.r#type {
             InputPartType::InputText
             | InputPartType::OutputText
             | InputPartType::Text
-            | InputPartType::ReasoningText => required(part.text, &at, "text")?,
-            InputPartType::Refusal => required(part.refusal, &at, "refusal")?,
-            InputPartType::Other(kind) => return Err(no_text(&at, &kind, &["input_text", "output_text"])),
-        });
+            | InputPartType::ReasoningText => joined.push_text(&required(part.text, &at, "text")?),
+            InputPartType::Refusal => joined.push_text(&required(part.refusal, &at, "refusal")?),
+            InputPartType::InputImage => {
+                const IMAGE_URL: &str = "image_url";
+                let file = required(part.image_url, &at, IMAGE_URL)?;
+                push_image(conversation, &mut joined, field(&at, "type"), field(&at, IMAGE_URL), file);
+            }
+            InputPartType::Other(kind) => {
+                return Err(unknown_part(&at, &kind, &["input_text", "output_text", "input_image"]));
+            }
+        }
     }
     Ok(joined)
 }

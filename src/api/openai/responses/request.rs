@@ -149,7 +149,8 @@ pub(in crate::api) fn parse(
     let logprobs = included || top_logprobs > 0;
     let (stream, store) = (fields.stream.unwrap_or(false), fields.store.unwrap_or(true));
     let system = fields.instructions.as_ref().map(|text| Message::new("system", text));
-    let messages = system.into_iter().chain(conversation.finish()).collect();
+    let (messages, images) = conversation.finish();
+    let messages = system.into_iter().chain(messages).collect();
     let max_tokens = fields.max_output_tokens.map(MaxTokens::get);
     let repeated = RepeatedRequest {
         background: false,
@@ -176,6 +177,7 @@ pub(in crate::api) fn parse(
     };
     let request = GenerateRequest {
         messages,
+        images,
         max_tokens,
         sampling: SamplingOptions {
             temperature: fields.temperature.map(|t| t.0 as f32),

@@ -1,0 +1,130 @@
+//! The images of a request, from what a client sent to what the engine takes.
+//!
+//! A file is decoded only after the prompt is known to fit into the context, so the context bounds the number of images. The
+//! pixels of all requests that wait or run are bounded, too, and so is the number of pictures that are decoded at the same
+//! time. The callers are on threads that may block.
+
+use std::ops::Range;
+use std::sync::{Arc, Condvar, Mutex};
+
+use super::error::SessionError;
+use crate::engine::PromptImage;
+use crate::image::{Filter, ImageError, Limits, decode, file_of};
+use crate::model::ImageLimits;
+
+/// The most pictures that are decoded at the same time: one takes up to 1.5 GB for a few seconds.
+const DECODED_AT_ONCE: usize = 2;
+
+/// The most bytes of pixels of all requests that wait or run in this process. A single request may have more.
+const HELD_BYTES: usize = 1 << 30;
+
+/// An image of a request.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Image {
+    /// The field that has the file, for errors.
+    pub param: String,
+    /// The field that asks for an image, for models that take none.
+    pub kind_param: String,
+    /// The file, as a `data:` URI or as base64.
+    pub file: Arc<str>,
+}
+
+impl Image {
+    /// The image at positions of a prompt. Blocks while other pictures are decoded.
+    pub(super) fn for_prompt(
+        &self,
+        limits: &ImageLimits,
+        positions: Range<usize>,
+    ) -> Result<PromptImage, SessionError> {
+        let problem = |error: ImageError| SessionError::invalid(&self.param, error.to_string());
+        let file_limits = Limits::default();
+        let file = file_of(&self.file, file_limits.max_bytes).map_err(problem)?;
+        let picture = {
+            let _turn = DecoderTurn::take();
+            let side = u32::try_from(limits.side).expect("a model's image has few pixels");
+            decode(&file, &file_limits).map_err(problem)?.resize(side, side, Filter::Bilinear)
+        };
+        let hash = picture.sha256();
+        Ok(PromptImage { positions, hash, pixels: picture.into_pixels().into() })
+    }
+}
+
+/// The bytes of pixels of all requests that wait or run.
+static HELD: Mutex<usize> = Mutex::new(0);
+
+/// Room for the pixels of one request, until it is dropped.
+#[derive(Debug)]
+pub(super) struct HeldImages {
+    bytes: usize,
+}
+
+impl HeldImages {
+    /// Room for this many bytes. An error if other requests have too many; they will end.
+    pub fn take(bytes: usize) -> Result<Self, SessionError> {
+        let mut held = HELD.lock().expect("nothing panics under this lock");
+        if *held > 0 && bytes > HELD_BYTES.saturating_sub(*held) {
+            let problem = format!(
+                "the images of other requests take {} MB, and these would take {} MB more; at most {} MB are held",
+                *held >> 20,
+                bytes >> 20,
+                HELD_BYTES >> 20
+            );
+            return Err(SessionError::Shortage(problem));
+        }
+        *held += bytes;
+        Ok(Self { bytes })
+    }
+}
+
+impl Drop for HeldImages {
+    fn drop(&mut self) {
+        *HELD.lock().expect("nothing panics under this lock") -= self.bytes;
+    }
+}
+
+/// The number of pictures that are being decoded in this process.
+static DECODED: Mutex<usize> = Mutex::new(0);
+static DONE: Condvar = Condvar::new();
+
+/// One of [`DECODED_AT_ONCE`].
+struct DecoderTurn;
+
+impl DecoderTurn {
+    /// Waits for a turn. Each ends, because a decoder's work is bounded.
+    fn take() -> Self {
+        let count = DECODED.lock().expect("nothing panics under this lock");
+        let is_full = |count: &mut usize| *count >= DECODED_AT_ONCE;
+        *DONE.wait_while(count, is_full).expect("nothing panics under this lock") += 1;
+        Self
+    }
+}
+
+impl Drop for DecoderTurn {
+    fn drop(&mut self) {
+        *DECODED.lock().expect("nothing panics under this lock") -= 1;
+        DONE.notify_one();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pixels_of_all_requests_together_are_bounded() {
+        // No other unit test takes room.
+        let alone = HeldImages::take(3 * HELD_BYTES).expect("a single request may have more");
+        let error = HeldImages::take(1).expect_err("too many");
+        assert!(
+            matches!(&error, SessionError::Shortage(problem) if problem.contains("take 3072 MB")),
+            "{error}"
+        );
+        drop(alone);
+        let half = HeldImages::take(HELD_BYTES / 2).expect("room");
+        let other = HeldImages::take(HELD_BYTES / 2).expect("room");
+        assert!(HeldImages::take(1).is_err());
+        drop(half);
+        assert!(HeldImages::take(HELD_BYTES / 2).is_ok());
+        drop(other);
+    }
+}
