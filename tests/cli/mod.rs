@@ -6,6 +6,7 @@ mod config;
 mod daemon;
 mod doctor;
 mod families;
+mod images;
 mod library;
 mod options;
 mod systemd;

@@ -1,0 +1,173 @@
+//! The shipped server with a model that reads images: the tokens of transformers through every API, cached pictures, and
+//! models without a tower.
+
+use base64::Engine as _;
+use base64::engine::general_purpose::STANDARD;
+use serde_json::{Value, json};
+use unicorn::text::Tokenizer;
+
+use crate::support::daemon::Daemon;
+use crate::support::data;
+use crate::support::goldens::Goldens;
+use crate::support::program::{output, printed, unicorn_on_software};
+
+/// Options with which the results are those of the goldens.
+const EXACT: [&str; 4] = ["--precision", "f32", "--kv", "f32"];
+
+fn file(image: &str) -> String {
+    STANDARD.encode(std::fs::read(data(format!("images/{image}.png"))).expect("a picture"))
+}
+
+fn part(image: &str) -> Value {
+    json!({"type": "image_url", "image_url": {"url": format!("data:image/png;base64,{}", file(image))}})
+}
+
+fn post(server: &Daemon, path: &str, body: &Value) -> (u16, Value) {
+    let (status, answer) = server.exchange("POST", path, &[], &body.to_string());
+    (status, serde_json::from_str(&answer).unwrap_or_else(|error| panic!("{error}: {answer}")))
+}
+
+/// What transformers answers to a prompt of a golden file: the text of all ids before the first one that the tokenizer lacks,
+/// and their number.
+fn golden_answer(model: &str, prompt: &str) -> (String, usize) {
+    let folder = data(format!("gemma3-vision/{model}"));
+    let tokenizer = std::fs::read(folder.join("tokenizer.json")).expect("a tokenizer");
+    let tokenizer = Tokenizer::from_bytes(&tokenizer, "tokenizer.json").expect("a tokenizer");
+    let ids = Goldens::open(&folder).tokens(&format!("greedy.{prompt}.tokens"));
+    let known = ids.iter().position(|id| tokenizer.token(*id).is_none()).unwrap_or(ids.len());
+    (tokenizer.decode(&ids[..known], true), known)
+}
+
+#[test]
+fn a_server_answers_about_pictures_as_transformers_does() {
+    let (expected, tokens) = golden_answer("vis-a", "adjacent");
+    assert_eq!(tokens, 24);
+    let server = Daemon::start_model(&data("gemma3-vision/vis-a"), &EXACT, |_| {});
+    let text = "next last command type move";
+    let ask = |images: [&str; 2]| {
+        let content = json!([part(images[0]), part(images[1]), {"type": "text", "text": text}]);
+        let body = json!({
+            "messages": [{"role": "user", "content": content}], "max_tokens": tokens, "temperature": 0, "ignore_eos": true
+        });
+        let (status, answer) = post(&server, "/v1/chat/completions", &body);
+        assert_eq!(status, 200, "{answer}");
+        (
+            answer["choices"][0]["message"]["content"].as_str().expect("a text").to_owned(),
+            answer["usage"].clone(),
+        )
+    };
+    let (answer, usage) = ask(["exact", "checker"]);
+    assert_eq!(answer, expected, "chat");
+    // Two images of 16 tokens each are in it.
+    assert_eq!(usage["prompt_tokens"], 64, "{usage}");
+    let encoded =
+        || server.metric("unicorn_mm_cache_queries_total") - server.metric("unicorn_mm_cache_hits_total");
+    assert_eq!(encoded(), 2.0, "both pictures");
+    assert!(server.metric("unicorn_image_encoding_seconds_total") > 0.0);
+
+    // The same question finds its prompt, and others about the same pictures find their embeddings.
+    let (again, usage) = ask(["exact", "checker"]);
+    assert_eq!(again, expected, "cached");
+    assert!(usage["prompt_tokens_details"]["cached_tokens"].as_u64() >= Some(32), "{usage}");
+    let (swapped, usage) = ask(["checker", "exact"]);
+    assert_ne!(swapped, expected, "the pictures in another order");
+    assert_eq!(usage["prompt_tokens_details"]["cached_tokens"], 0, "{usage}");
+    assert_eq!(ask(["checker", "exact"]).0, swapped);
+    assert_eq!(encoded(), 2.0, "no picture is encoded again");
+
+    let [exact, checker] = ["exact", "checker"].map(file);
+    let source = |data: &str| json!({"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": data}});
+    let messages = json!({
+        "model": "a/b", "max_tokens": tokens, "temperature": 0, "ignore_eos": true,
+        "messages": [{"role": "user", "content": [source(&exact), source(&checker), {"type": "text", "text": text}]}]
+    });
+    let (status, answer) = post(&server, "/v1/messages", &messages);
+    assert_eq!((status, &answer["content"][0]["text"]), (200, &json!(expected)), "messages: {answer}");
+    let input =
+        |data: &str| json!({"type": "input_image", "image_url": format!("data:image/png;base64,{data}")});
+    let responses = json!({
+        "max_output_tokens": tokens, "temperature": 0, "ignore_eos": true, "store": false,
+        "input": [{"role": "user", "content": [input(&exact), input(&checker), {"type": "input_text", "text": text}]}]
+    });
+    let (status, answer) = post(&server, "/v1/responses", &responses);
+    assert_eq!(
+        (status, &answer["output"][0]["content"][0]["text"]),
+        (200, &json!(expected)),
+        "responses: {answer}"
+    );
+    let ollama = json!({
+        "model": "a/b", "stream": false, "options": {"temperature": 0, "num_predict": tokens, "ignore_eos": true},
+        "messages": [{"role": "user", "content": text, "images": [exact, checker]}]
+    });
+    let (status, answer) = post(&server, "/api/chat", &ollama);
+    let said = answer["message"]["content"].as_str().unwrap_or_default();
+    // This API has no `ignore_eos`, so the answer may end earlier.
+    assert!(status == 200 && !said.is_empty() && expected.starts_with(said), "Ollama: {answer}");
+    let (_, shown) = post(&server, "/api/show", &json!({"model": "a/b"}));
+    assert!(shown["capabilities"].as_array().expect("a list").contains(&json!("vision")), "{shown}");
+}
+
+#[test]
+fn a_checkpoint_of_transformers_5_answers_as_transformers_does() {
+    let (expected, tokens) = golden_answer("vis-b", "one");
+    let server = Daemon::start_model(&data("gemma3-vision/vis-b"), &EXACT, |_| {});
+    let words = "file mark search normal put when name";
+    let body = json!({
+        "messages": [{"role": "user", "content": [part("rgb"), {"type": "text", "text": words}]}],
+        "max_tokens": tokens, "temperature": 0, "ignore_eos": true
+    });
+    let (status, answer) = post(&server, "/v1/chat/completions", &body);
+    assert_eq!((status, &answer["choices"][0]["message"]["content"]), (200, &json!(expected)), "{answer}");
+}
+
+/// Int8 activations and an int8 tower: the default.
+#[test]
+fn a_server_with_the_default_precision_tells_pictures_apart() {
+    let server = Daemon::start_model(&data("gemma3-vision/vis-a"), &[], |_| {});
+    let ask = |image: &str| {
+        let body = json!({
+            "messages": [{"role": "user", "content": [part(image), {"type": "text", "text": "word"}]}],
+            "max_tokens": 8, "temperature": 0, "ignore_eos": true
+        });
+        let (status, answer) = post(&server, "/v1/chat/completions", &body);
+        assert_eq!(status, 200, "{answer}");
+        answer["choices"][0]["message"]["content"].clone()
+    };
+    let first = ask("rgb");
+    assert_ne!(ask("checker"), first);
+    assert_eq!(ask("rgb"), first);
+}
+
+#[test]
+fn models_without_their_tower_refuse_pictures_and_take_no_memory_for_one() {
+    let model = data("gemma3-vision/vis-a");
+    let with = Daemon::start_model(&model, &[], |_| {});
+    let without = Daemon::start_model(&model, &["--vision", "off"], |_| {});
+    let body = json!({"messages": [{"role": "user", "content": [part("one")]}], "max_tokens": 1});
+    let (status, answer) = post(&without, "/v1/chat/completions", &body);
+    let message = answer["error"]["message"].as_str().expect("a text");
+    assert!(status == 400 && message.contains("reads text only"), "{answer}");
+    assert_eq!(answer["error"]["param"], "messages[0].content[0].type", "{answer}");
+    let tower = |server: &Daemon| server.scrape_with("unicorn_ready").contains("class=\"vision weights\"");
+    assert_eq!([tower(&with), tower(&without)], [true, false]);
+
+    let refused = |model: &str, more: &[&str]| {
+        let words = ["serve", "--port", "0", "--allow-software-vulkan", "--model", model, "--vision", "on"];
+        let (code, _, stderr) = output(unicorn_on_software(&[&words[..], more].concat()));
+        assert_ne!(code, 0, "{stderr}");
+        stderr
+    };
+    let text = data("gemma3/tiny-a");
+    let said = refused(text.to_str().expect("UTF-8"), &[]);
+    assert!(said.contains("the model reads text only, and --vision on asks for its vision tower"), "{said}");
+    let model = model.to_str().expect("UTF-8");
+    let said = refused(model, &["--context", "12"]);
+    assert!(said.contains("an image has 16 tokens, and the context 12"), "{said}");
+
+    let planned = |mode: &str| {
+        let plan =
+            printed(unicorn_on_software(&["plan", model, "--allow-software-vulkan", "--vision", mode]));
+        plan.lines().any(|line| line.starts_with("vision weights"))
+    };
+    assert_eq!(["auto", "on", "off"].map(planned), [true, true, false]);
+}
