@@ -267,6 +267,16 @@ fn requests() -> Vec<(&'static str, Value, &'static str)> {
     all
 }
 
+/// The prompt that the scripted model saw last. It sees other ids where an image is: the image's embeddings.
+fn seen_prompt(seen: &Mutex<Vec<u32>>) -> Vec<u32> {
+    let mut ids = seen.lock().expect("no test panics with it").clone();
+    let begins: Vec<usize> = (0..ids.len()).filter(|at| ids[*at] == BEGIN).collect();
+    for at in begins {
+        ids[at + 1..][..IMAGES.tokens].fill(SOFT);
+    }
+    ids
+}
+
 #[tokio::test]
 async fn every_form_of_an_image_becomes_the_same_prompt() {
     let (script, seen) = shows_its_prompt("Hi");
@@ -275,7 +285,7 @@ async fn every_form_of_an_image_becomes_the_same_prompt() {
         let (status, _, answer) = send_json(&app.router, post_to(path, body.to_string())).await;
         assert_eq!(status, 200, "{path} {body}: {answer}");
         let expected = prompt_of(prompt);
-        assert_eq!(*seen.lock().expect("no test panics with it"), expected, "{path} {prompt:?}");
+        assert_eq!(seen_prompt(&seen), expected, "{path} {prompt:?}");
         // Usage counts the tokens of images.
         // Anthropic's format counts cached tokens elsewhere.
         let counts =
@@ -447,10 +457,10 @@ async fn stored_responses_keep_the_images_of_earlier_turns() {
     let first = respond(json!({"input": input("one.png", "a")})).await;
     let second = respond(json!({"input": input("checker.png", "b"), "previous_response_id": first})).await;
     let turns = "\u{1}a<end_of_turn>\n<start_of_turn>model\nHi<end_of_turn>\n<start_of_turn>user\n\u{1}b";
-    assert_eq!(*seen.lock().expect("no test panics with it"), prompt_of(turns));
+    assert_eq!(seen_prompt(&seen), prompt_of(turns));
     respond(json!({"input": "c", "previous_response_id": second})).await;
     let more = format!("{turns}<end_of_turn>\n<start_of_turn>model\nHi<end_of_turn>\n<start_of_turn>user\nc");
-    assert_eq!(*seen.lock().expect("no test panics with it"), prompt_of(&more));
+    assert_eq!(seen_prompt(&seen), prompt_of(&more));
     let items = send_json(&app.router, get(&format!("/v1/responses/{first}/input_items"))).await.2;
     assert_eq!(items["data"][0]["content"][0]["image_url"], data_uri("one.png"));
 
@@ -481,7 +491,7 @@ async fn a_chat_of_ollama_leaves_out_the_images_of_turns_that_do_not_fit() {
     let (status, _, answer) = send_json(&app.router, post_to(OLLAMA_CHAT, body.to_string())).await;
     assert_eq!(status, 200, "{answer}");
     let left = "\u{1}b<end_of_turn>\n<start_of_turn>model\nc<end_of_turn>\n<start_of_turn>user\n\u{1}d";
-    assert_eq!(*seen.lock().expect("no test panics with it"), prompt_of(left));
+    assert_eq!(seen_prompt(&seen), prompt_of(left));
 }
 
 #[tokio::test]

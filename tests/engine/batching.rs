@@ -2,14 +2,17 @@
 //! Greedy tokens are equal to the last id: alone or in a batch, prefilled whole or in chunks, computed or found in the
 //! prefix cache, preempted or not, forked or not. This also holds for tokens with penalties, seeds and masks.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use unicorn::engine::{Fork, Restriction, SharedMask, TokenMask};
+use unicorn::engine::{Fork, PromptImage, Request, Restriction, Sequence, SharedMask, TokenMask};
+use unicorn::image::Rgb;
 use unicorn::model::load::LoadOptions;
-use unicorn::model::{Runner, SamplingParams};
-use unicorn::tensor::KvDtype;
+use unicorn::model::model_runner::ModelRunner;
+use unicorn::model::{ImageLimits, Limits, Runner, SamplingParams};
+use unicorn::tensor::{KvDtype, Precision, VisionMode};
 
-use crate::support::driver::{Driver, plain_sequence};
+use crate::support::driver::{Driver, Run, plain_sequence};
 use crate::support::texts::{Texts, answer, penalties};
 use crate::support::{data, demo, goldens, reference, wants_all};
 
@@ -69,6 +72,103 @@ fn the_block_size_of_the_kv_cache_changes_no_answer() {
         texts.check(&again, "from the cache");
         assert_eq!(again.cached[&1], 149 / block_size * block_size, "cached in blocks of {block_size}");
     }
+}
+
+/// Sequences of a model that reads images: prompts with two, one and no images, of which two have the same ids and different
+/// images.
+fn sequences_with_images(model: &ModelRunner) -> Vec<Sequence> {
+    let folder = data("gemma3-vision/vis-a");
+    let goldens = goldens::Goldens::open(&folder);
+    let pixels = goldens::Goldens::read(&folder.join("images.safetensors"));
+    let tokens = model.limits().images.expect("a tower").tokens;
+    let prompts = [
+        ("two", &["rgb", "photo420"][..]),
+        ("two", &["photo420", "rgb"]),
+        ("one", &["photo420"]),
+        ("one", &["wide"]),
+        ("after", &["rgb"]),
+        ("text", &[]),
+        ("last", &["one"]),
+        ("turns", &["gray", "exif6"]),
+    ];
+    let sequence = |(id, (prompt, images)): (u64, (&str, &[&str]))| {
+        let ids = goldens.tokens(&format!("tokens.{prompt}"));
+        let types = goldens.tokens(&format!("token_type_ids.{prompt}"));
+        let starts = (0..ids.len()).filter(|i| types[*i] == 1 && (*i == 0 || types[*i - 1] == 0));
+        let image = |(start, name): (usize, &&str)| {
+            let pixels: Vec<u8> = pixels.view(&format!("u8.{name}"));
+            let hash = Rgb::new(112, 112, pixels.clone()).sha256();
+            PromptImage { positions: start..start + tokens, hash, pixels: pixels.into() }
+        };
+        let images: Vec<_> = starts.zip(images).map(image).collect();
+        let params = SamplingParams { logprobs: Some(2), ..SamplingParams::GREEDY };
+        let request = Request { images, sampling: params.into(), ..Request::new(ids) };
+        Sequence::new(id, request, 16)
+    };
+    (0..).zip(prompts).map(sequence).collect()
+}
+
+/// The answers of a run with the bits of their log probabilities.
+fn bits_of(run: &Run) -> BTreeMap<u64, (Vec<u32>, Vec<u32>)> {
+    let bits = |id: &u64| {
+        let all = run.logprobs[id]
+            .iter()
+            .flat_map(|of| [of.drawn].into_iter().chain(of.top.iter().map(|top| top.1)));
+        all.map(f32::to_bits).collect()
+    };
+    run.answers.iter().map(|(id, answer)| (*id, (answer.clone(), bits(id)))).collect()
+}
+
+#[test]
+fn answers_about_images_have_the_same_bits_whatever_else_runs() {
+    let folder = data("gemma3-vision/vis-a");
+    for (precision, kv) in [(Precision::F32, KvDtype::F32), (Precision::Fast, KvDtype::Int8)] {
+        let vision = VisionMode::On;
+        let options = LoadOptions {
+            precision,
+            kv,
+            vision,
+            sequences: 8,
+            max_context: Some(256),
+            ..LoadOptions::default()
+        };
+        let mut model = goldens::load(&folder, &options);
+        let limits = model.limits().clone();
+        let alone = |model: &mut ModelRunner, sequence: Sequence| {
+            let run = Driver::new(model, limits.clone()).run(vec![sequence]);
+            bits_of(&run).into_iter().next().expect("an answer")
+        };
+        let expected: BTreeMap<_, _> =
+            sequences_with_images(&model).into_iter().map(|sequence| alone(&mut model, sequence)).collect();
+        assert_ne!(expected[&0], expected[&1], "the images in another order");
+        assert_ne!(expected[&2], expected[&3], "another image");
+        let check = |found: &Run, what: &str| assert_eq!(bits_of(found), expected, "{what}, {precision}");
+        let all = sequences_with_images(&model);
+        let mut driver = Driver::new(&mut model, limits.clone());
+        check(&driver.run(all.iter().map(again).collect()), "in a batch");
+        let cached = driver.run(all.iter().map(again).collect());
+        check(&cached, "from the cache");
+        assert!(cached.cached[&0] >= 48 && cached.cached[&2] >= 16, "{:?}", cached.cached);
+        for chunk in [16, 23, 40] {
+            let small = Limits { max_batch_tokens: chunk, ..limits.clone() };
+            let run =
+                Driver::new(&mut model, small).run_staggered(all.iter().map(again).collect(), |i| 2 * i);
+            check(&run, &format!("in chunks of {chunk}"));
+        }
+        let images = limits.images.map(|images| ImageLimits { slots: 2, ..images });
+        let two_slots = Limits { images, ..limits.clone() };
+        check(&Driver::new(&mut model, two_slots).run(all.iter().map(again).collect()), "with two slots");
+        let mut few = limits.clone();
+        let least = few.kv.most_blocks(few.max_context, few.max_batch_tokens);
+        few.kv.pools.iter_mut().zip(least).for_each(|(pool, least)| pool.blocks = pool.blocks.min(least));
+        let run = Driver::new(&mut model, few).run(all.iter().map(again).collect());
+        check(&run, "with few blocks");
+    }
+}
+
+fn again(sequence: &Sequence) -> Sequence {
+    let prompt = sequence.tokens.clone();
+    Sequence::new(sequence.id, Request { prompt, ..sequence.request.clone() }, sequence.max_tokens)
 }
 
 /// Penalties, biases, masks and log probabilities are computed from the model's logits at each position.

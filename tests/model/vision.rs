@@ -1,6 +1,7 @@
 //! Gemma 3 with images: the tower and the logits equal those of transformers, for checkpoints of different generations.
 
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use serde_json::Value;
 use unicorn::model::load::LoadOptions;
@@ -180,4 +181,49 @@ fn a_tower_is_loaded_if_it_is_wanted_and_there() {
     let text = data("gemma3/tiny-a");
     let auto = LoadOptions { vision: VisionMode::Auto, ..LoadOptions::default() };
     assert_eq!(load(&text, &auto).limits().images, None);
+}
+
+/// Each layer of a step is cut into parts, of which a part of an image needs keys and values of later ones.
+#[test]
+fn a_step_with_images_keeps_its_bits_however_it_is_cut() {
+    for (precision, kv) in [(Precision::F32, KvDtype::F32), (Precision::Fast, KvDtype::Int8)] {
+        let case = Case::open("vis-a");
+        let whole = LoadOptions { precision, kv, ..LoadOptions::default() };
+        let cut = LoadOptions { max_submit: Duration::from_nanos(1), ..whole };
+        let [mut whole, mut cut] = [whole, cut].map(|options| case.load(&options));
+        for prompt in ["two", "after", "adjacent"] {
+            let bits = |model: &mut ModelRunner| -> Vec<u32> {
+                case.logits(model, prompt).into_iter().map(f32::to_bits).collect()
+            };
+            assert!(bits(&mut whole) == bits(&mut cut), "{prompt}, {precision}");
+        }
+    }
+}
+
+/// An image in a slot stays there while others are encoded, and in any slot it is the same.
+#[test]
+fn embeddings_are_the_same_in_every_slot_and_after_others() {
+    let case = Case::open("vis-b");
+    let mut model =
+        case.load(&LoadOptions { precision: Precision::Fast, kv: KvDtype::F16, ..LoadOptions::default() });
+    let slots = model.limits().images.expect("images").slots as u32;
+    let names = ["rgb", "photo420", "wide"];
+    let bits = |model: &mut ModelRunner, slot| -> Vec<u32> {
+        model.image_embeddings(slot).unwrap().into_iter().map(f32::to_bits).collect()
+    };
+    let mut first: Vec<Option<Vec<u32>>> = vec![None; names.len()];
+    for slot in (0..slots).chain([1, 0]) {
+        let which = slot as usize % names.len();
+        model.encode_image(slot, &case.pixels(names[which])).unwrap();
+        let found = bits(&mut model, slot);
+        assert_eq!(*first[which].get_or_insert_with(|| found.clone()), found, "slot {slot}");
+    }
+    for slot in 0..slots {
+        assert_eq!(
+            first[slot as usize % names.len()],
+            Some(bits(&mut model, slot)),
+            "slot {slot} at the end"
+        );
+    }
+    assert_ne!(first[0], first[1]);
 }

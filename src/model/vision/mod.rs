@@ -5,7 +5,6 @@
 mod spec;
 mod tower;
 
-pub(in crate::model) use spec::CLASS;
 pub use spec::{Affine, VisionLayer, VisionSpec, VisionTensor, VisionTensors};
 pub(in crate::model) use tower::TowerLoad;
 pub use tower::{Tower, TowerRequest};

@@ -1,6 +1,5 @@
 //! The description of a tower as data: its sizes, and its tensors. An architecture's folder produces it from a config.
 
-use crate::gpu::placement::Class;
 use crate::kernels::{HiddenAct, PixelScale};
 use crate::model::config::{
     ConfigError, Level, MAX_HEAD_DIM, MAX_HEADS, MAX_HIDDEN, MAX_INTERMEDIATE, MAX_LAYERS,
@@ -285,6 +284,3 @@ impl VisionSpec {
         }
     }
 }
-
-/// The class of the memory of a tower's weights.
-pub(in crate::model) const CLASS: Class = Class::Vision;

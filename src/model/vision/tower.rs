@@ -119,12 +119,12 @@ impl TowerRequest<'_> {
         let mut weights = |matrices: &[[usize; 2]], vectors: &[usize], name: &str| {
             for [rows, cols] in matrices {
                 for (blocks, scales) in Matrix::buffer_bytes(self.scheme, *rows, *cols, u64::MAX) {
-                    add(super::CLASS, MemoryKind::Device, blocks, name);
-                    scales.into_iter().for_each(|bytes| add(super::CLASS, MemoryKind::Device, bytes, name));
+                    add(Class::Vision, MemoryKind::Device, blocks, name);
+                    scales.into_iter().for_each(|bytes| add(Class::Vision, MemoryKind::Device, bytes, name));
                 }
             }
             for elements in vectors {
-                add(super::CLASS, MemoryKind::Device, 4 * *elements as u64, name);
+                add(Class::Vision, MemoryKind::Device, 4 * *elements as u64, name);
             }
         };
         let positions = Activations::bytes(patches, hidden) as usize / 4;
@@ -181,7 +181,7 @@ impl TowerRequest<'_> {
     /// Bytes of the weights on the device.
     pub fn weight_bytes(&self) -> u64 {
         let all = self.requests(1);
-        all.iter().filter(|request| request.class == super::CLASS).map(|request| request.bytes).sum()
+        all.iter().filter(|request| request.class == Class::Vision).map(|request| request.bytes).sum()
     }
 }
 
