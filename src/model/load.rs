@@ -206,7 +206,7 @@ impl ModelRunner {
         let used_before = device.memory_use();
         let tower = source.tower(weights, options, draft.is_some())?;
         let vision = tower.as_ref().map(|(spec, tensors)| TowerRequest {
-            spec: *spec,
+            spec,
             scheme: TowerRequest::scheme_of(options.precision, is_bf16(tensors)),
             precision: options.precision,
         });

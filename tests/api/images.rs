@@ -1,7 +1,7 @@
 //! Images in requests: every wire format's form of them, the prompts that they become, and what is refused.
 
 use std::ops::Range;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
@@ -267,12 +267,23 @@ fn requests() -> Vec<(&'static str, Value, &'static str)> {
     all
 }
 
+/// The ids of the token that begins an image, and of the one in the places of its embeddings.
+fn ids_of_tokens() -> (u32, u32) {
+    let id = |token: &str| image_tokenizer().token_id(token).expect("it is in the vocabulary");
+    (id("<start_of_image>"), id("<image_soft_token>"))
+}
+
 /// The prompt that the scripted model saw last. It sees other ids where an image is: the image's embeddings.
 fn seen_prompt(seen: &Mutex<Vec<u32>>) -> Vec<u32> {
     let mut ids = seen.lock().expect("no test panics with it").clone();
-    let begins: Vec<usize> = (0..ids.len()).filter(|at| ids[*at] == BEGIN).collect();
-    for at in begins {
-        ids[at + 1..][..IMAGES.tokens].fill(SOFT);
+    let (begin, soft) = ids_of_tokens();
+    let mut at = 0;
+    while at < ids.len() {
+        if ids[at] == begin {
+            ids[at + 1..][..IMAGES.tokens].fill(soft);
+            at += IMAGES.tokens;
+        }
+        at += 1;
     }
     ids
 }

@@ -22,7 +22,7 @@ struct Case {
 
 impl Case {
     fn open(name: &str) -> Case {
-        let folder = data(&format!("gemma3-vision/{name}"));
+        let folder = data(format!("gemma3-vision/{name}"));
         let prompts = std::fs::read(folder.join("goldens.json")).unwrap();
         Case {
             goldens: Goldens::open(&folder),

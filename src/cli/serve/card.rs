@@ -7,10 +7,13 @@ use sha2::{Digest, Sha256};
 use crate::checkpoint::ModelFiles;
 use crate::cli::error::Error;
 use crate::cli::load::{Source, Texts};
+use crate::config::Config;
 use crate::library::ModelCard;
 
-pub fn card(files: &ModelFiles, texts: &Texts) -> Result<ModelCard, Error> {
+pub fn card(files: &ModelFiles, texts: &Texts, config: &Config) -> Result<ModelCard, Error> {
     let source = Source::open(files)?;
+    let options = &config.model;
+    let tower = source.tower_scheme(options.vision, options.precision, options.draft.is_some())?;
     let (weights, config) = (source.weights()?, &source.config);
     let mut by_scheme: BTreeMap<String, u64> = BTreeMap::new();
     for tensor in weights.tensors.iter() {
@@ -35,7 +38,6 @@ pub fn card(files: &ModelFiles, texts: &Texts) -> Result<ModelCard, Error> {
         vocab_size: config.vocab_size,
         template: texts.template.source().to_owned(),
         can_think: texts.tokenizer.thought_tokens().is_some(),
-        // No checkpoint's tower for images is read yet.
-        takes_images: false,
+        takes_images: tower.is_some() && texts.tokenizer.image_tokens().is_some(),
     })
 }

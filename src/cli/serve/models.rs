@@ -635,7 +635,7 @@ impl ModelLoader {
         let mut texts = load::texts(&self.files, spec, &generation, parser)?;
         texts.set_defaults(sampling(&self.served));
         if self.model.card().is_none() {
-            self.model.set_card(card::card(&self.files, &texts)?);
+            self.model.set_card(card::card(&self.files, &texts, &self.config)?);
         }
         Ok(texts)
     }
