@@ -4,10 +4,12 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use serde_json::Value;
+use unicorn::model::arch;
 use unicorn::model::load::LoadOptions;
 use unicorn::model::model_runner::ModelRunner;
+use unicorn::model::vision::TowerRequest;
 use unicorn::model::{ImageSpan, Runner};
-use unicorn::tensor::{KvDtype, Precision, VisionMode};
+use unicorn::tensor::{KvDtype, Precision, Scheme, VisionMode};
 
 use crate::support::data;
 use crate::support::goldens::{Goldens, load, max_difference, rows_at};
@@ -226,4 +228,28 @@ fn embeddings_are_the_same_in_every_slot_and_after_others() {
         );
     }
     assert_ne!(first[0], first[1]);
+}
+
+/// What the real tower takes on a GPU.
+#[test]
+fn the_tower_of_a_27b_takes_less_than_a_gigabyte() {
+    let config = serde_json::json!({
+        "model_type": "gemma3", "mm_tokens_per_image": 256,
+        "text_config": {"model_type": "gemma3_text", "hidden_size": 5376, "num_hidden_layers": 6},
+        "vision_config": {
+            "model_type": "siglip_vision_model", "hidden_size": 1152, "image_size": 896, "intermediate_size": 4304,
+            "num_attention_heads": 16, "num_hidden_layers": 27, "patch_size": 14, "vision_use_head": false
+        }
+    });
+    let spec = arch::read(&config, "config.json").unwrap();
+    let tower = spec.vision.as_ref().unwrap().as_ref().unwrap();
+    let elements: usize = tower.tensors().iter().map(|tensor| tensor.shape.iter().product::<usize>()).sum();
+    assert_eq!(elements, 416_866_032 + 1152 + 1152 * 5376, "the tower's parameters and the projector's");
+    let request = TowerRequest { spec: tower, scheme: Scheme::Int8Row, precision: Precision::Fast };
+    let all: u64 = request.requests(336).iter().map(|request| request.bytes).sum();
+    let weights = request.weight_bytes();
+    println!("{weights} bytes of weights, {all} bytes in all");
+    assert!((430_000_000..480_000_000).contains(&weights) && all < 1_000_000_000);
+    let limits = request.limits(336);
+    assert_eq!((limits.side, limits.tokens, limits.slots), (896, 256, 8));
 }
