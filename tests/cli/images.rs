@@ -146,7 +146,11 @@ fn models_without_their_tower_refuse_pictures_and_take_no_memory_for_one() {
     let message = answer["error"]["message"].as_str().expect("a text");
     assert!(status == 400 && message.contains("reads text only"), "{answer}");
     assert_eq!(answer["error"]["param"], "messages[0].content[0].type", "{answer}");
-    let tower = |server: &Daemon| server.scrape_with("unicorn_ready").contains("class=\"vision weights\"");
+    let tower = |server: &Daemon| {
+        let scrape = server.scrape_with("unicorn_gpu_memory_bytes");
+        let mut placed = scrape.lines().filter(|line| line.starts_with("unicorn_gpu_memory_bytes"));
+        placed.any(|line| line.contains("class=\"vision weights\""))
+    };
     assert_eq!([tower(&with), tower(&without)], [true, false]);
 
     let refused = |model: &str, more: &[&str]| {
