@@ -32,6 +32,7 @@ import llm_client
 import observers
 import ollama_client
 import ollama_replays
+import picture_clients
 import published_schemas
 import responses_sdk
 import terminal_chat
@@ -707,6 +708,25 @@ def a_model_thinks_and_calls(report):
             expect(server.stop(), 0)
 
 
+# --- a model that sees pictures -----------------------------------------------------------------------------
+
+
+def a_model_sees_pictures(report):
+    """Runs the tests of picture_clients.py with a server of its own."""
+    server = Server(LOG.parent / "pictures.log", "--model", str(picture_clients.MODEL), "--vision", "on")
+    try:
+        server.wait()
+        for package, tests in [(openai, picture_clients.OPENAI), (anthropic_sdk.anthropic, picture_clients.ANTHROPIC),
+                               (ollama_client.ollama, picture_clients.OLLAMA)]:
+            if package is not None:
+                report.attempt_all(tests, server)
+                continue
+            for test in tests:
+                report.skip("client-packages", test.__name__)
+    finally:
+        expect(server.stop(), 0)
+
+
 def main():
     if not BINARY.exists():
         sys.exit(f"{BINARY} does not exist: cargo build")
@@ -730,6 +750,7 @@ def main():
                 report.skip("client-packages" if openai is None else "smollm2", a_trained_model_serves.__name__)
             else:
                 report.attempt("a_trained_model_serves", lambda: a_trained_model_serves(report))
+            report.attempt("a_model_sees_pictures", lambda: a_model_sees_pictures(report))
             report.attempt("a_model_thinks_and_calls", lambda: a_model_thinks_and_calls(report))
             here = Path(__file__).parent
             # Interpreters of separate environments, and the sessions that run in them.
