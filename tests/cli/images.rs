@@ -6,6 +6,7 @@ use base64::engine::general_purpose::STANDARD;
 use serde_json::{Value, json};
 use unicorn::text::Tokenizer;
 
+use crate::support::checkpoints::tiny_model;
 use crate::support::daemon::Daemon;
 use crate::support::data;
 use crate::support::goldens::Goldens;
@@ -159,8 +160,8 @@ fn models_without_their_tower_refuse_pictures_and_take_no_memory_for_one() {
         assert_ne!(code, 0, "{stderr}");
         stderr
     };
-    let text = data("gemma3/tiny-a");
-    let said = refused(text.to_str().expect("UTF-8"), &[]);
+    let text = tiny_model();
+    let said = refused(text.path().to_str().expect("UTF-8"), &[]);
     assert!(said.contains("the model reads text only, and --vision on asks for its vision tower"), "{said}");
     let model = model.to_str().expect("UTF-8");
     let said = refused(model, &["--context", "12"]);
