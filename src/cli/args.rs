@@ -834,6 +834,10 @@ pub struct Run {
     pub prompt: Vec<String>,
     #[command(flatten)]
     pub sampling: Sampling,
+    /// Picture to ask about; several with several --image. They are sent with the first message to a server, whose model sees
+    /// images
+    #[arg(long, value_name = "FILE")]
+    pub image: Vec<PathBuf>,
     /// Do not read or write the history of typed lines
     #[arg(long)]
     pub no_history: bool,

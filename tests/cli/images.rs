@@ -119,6 +119,27 @@ fn a_checkpoint_of_transformers_5_answers_as_transformers_does() {
     assert_eq!((status, &answer["choices"][0]["message"]["content"]), (200, &json!(expected)), "{answer}");
 }
 
+/// `unicorn run --image` asks the server that runs, and says what to do without one.
+#[test]
+fn a_picture_of_the_command_line_is_sent_to_the_server() {
+    let (expected, tokens) = golden_answer("vis-a", "adjacent");
+    let server = Daemon::start_model(&data("gemma3-vision/vis-a"), &EXACT, |_| {});
+    let url = server.url().replace("/v1", "");
+    let files = ["exact", "checker"].map(|image| data(format!("images/{image}.png")).display().to_string());
+    let run = |more: &[&str]| {
+        let tokens = tokens.to_string();
+        let words =
+            ["run", "a/b", "next last command type move", "--temperature", "0", "--max-tokens", &tokens];
+        output(unicorn_on_software(&[&words[..], more].concat()))
+    };
+    let (code, said, stderr) = run(&["--url", &url, "--image", &files[0], "--image", &files[1]]);
+    assert!(code == 0 && said.trim_end() == expected.trim_end(), "{said:?} {expected:?} {stderr}");
+    let (code, _, stderr) = run(&["--url", &url, "--image", "/proc/nonexistent/a.png"]);
+    assert!(code != 0 && stderr.contains("/proc/nonexistent/a.png"), "{stderr}");
+    let (code, _, stderr) = run(&["--here", "--image", &files[0]]);
+    assert!(code != 0 && stderr.contains("--image needs a running server"), "{stderr}");
+}
+
 /// Int8 activations and an int8 tower: the default.
 #[test]
 fn a_server_with_the_default_precision_tells_pictures_apart() {

@@ -4,6 +4,8 @@ use std::io::IsTerminal as _;
 use std::path::Path;
 use std::time::Duration;
 
+use base64::Engine as _;
+use base64::engine::general_purpose::STANDARD;
 use serde_json::{Map, Value, json};
 use tokio::sync::mpsc;
 use ureq::http::Method;
@@ -20,6 +22,7 @@ use crate::cli::terminal::print;
 use crate::cli::{models, names, pull};
 use crate::config::{self, Config};
 use crate::hub::HubError;
+use crate::image::Limits;
 use crate::text::Message;
 
 /// Lines of an answer that were not printed yet.
@@ -34,6 +37,9 @@ pub fn run(config: &Config, args: args::Run) -> Result<(), Error> {
     };
     match client {
         Some(client) => on_server(&client, args, prompt),
+        None if !args.image.is_empty() => Err(Error::Argument(
+            "--image needs a running server: `unicorn serve` starts one, or --url gives its address".into(),
+        )),
         None => here(config, args, prompt),
     }
 }
@@ -89,6 +95,7 @@ fn here(config: &Config, args: args::Run, prompt: Option<String>) -> Result<(), 
 
 /// Talks to the model of a server.
 fn on_server(client: &Client, args: args::Run, prompt: Option<String>) -> Result<(), Error> {
+    let images = args.image.iter().map(|file| picture(file)).collect::<Result<Vec<_>, _>>()?;
     // Created before a handler for SIGINT.
     let input = prompt.is_none().then(|| chat::input(!args.no_history)).transpose()?;
     let ask = || client.ask(&Method::POST, "/api/show", &json!({"model": args.model}));
@@ -104,7 +111,7 @@ fn on_server(client: &Client, args: args::Run, prompt: Option<String>) -> Result
         }
         shown => shown?,
     };
-    let mut partner = Remote::new(client.clone(), args.model, &shown)?;
+    let mut partner = Remote { images, ..Remote::new(client.clone(), args.model, &shown)? };
     match (prompt, input) {
         (Some(prompt), _) => {
             let turns = [Message::new("user", &prompt)];
@@ -113,6 +120,18 @@ fn on_server(client: &Client, args: args::Run, prompt: Option<String>) -> Result
         (None, Some(input)) => chat::converse(partner, input, args.sampling),
         (None, None) => unreachable!("without a prompt there is an input"),
     }
+}
+
+/// The file of a picture in base64.
+fn picture(file: &Path) -> Result<String, Error> {
+    let failed = |error| Error::File { path: file.to_owned(), error };
+    let bytes = std::fs::metadata(file).map_err(failed)?.len();
+    let most = Limits::default().max_bytes;
+    if bytes > most as u64 {
+        let file = file.display();
+        return Err(Error::Argument(format!("{file}: {bytes} bytes; a picture has at most {most}")));
+    }
+    Ok(STANDARD.encode(std::fs::read(file).map_err(failed)?))
 }
 
 fn not_served(client: &Client, model: &str, problem: &str) -> Error {
@@ -130,6 +149,8 @@ fn not_served(client: &Client, model: &str, problem: &str) -> Error {
 struct Remote {
     client: Client,
     model: String,
+    /// The pictures of the first message, in base64.
+    images: Vec<String>,
     context: u64,
     /// Tokens of the last prompt and its answer.
     used: u64,
@@ -152,7 +173,15 @@ impl Remote {
             min_p: value("min_p ", 0.0),
         };
         let context = number(&shown["details"]["context_length"]);
-        Ok(Self { client, model, context, used: 0, defaults, runtime: generate::runtime()? })
+        Ok(Self {
+            client,
+            model,
+            images: Vec::new(),
+            context,
+            used: 0,
+            defaults,
+            runtime: generate::runtime()?,
+        })
     }
 
     fn body(&self, sampling: &Sampling, turns: &[Message]) -> Value {
@@ -170,7 +199,14 @@ impl Remote {
         set("num_predict", sampling.max_tokens.map(Value::from));
         set("stop", Some(&sampling.stop).filter(|stop| !stop.is_empty()).map(|stop| json!(stop)));
         let system = sampling.system.iter().map(|text| json!({"role": "system", "content": text}));
-        let turns = turns.iter().map(|turn| json!({"role": turn.role, "content": turn.content}));
+        let first = turns.iter().position(|turn| turn.role == "user");
+        let turns = turns.iter().enumerate().map(|(i, turn)| {
+            let mut message = json!({"role": turn.role, "content": turn.content});
+            if first == Some(i) && !self.images.is_empty() {
+                message["images"] = json!(self.images);
+            }
+            message
+        });
         json!({"model": self.model, "messages": system.chain(turns).collect::<Vec<_>>(), "options": options})
     }
 }
