@@ -52,14 +52,16 @@ impl Part {
     }
 }
 
-/// The request without a tower that does not fit and that is loaded only if it fits.
-fn without_large_tower<'a>(
+/// The request as a load makes it: without a tower that is optional and costs too much.
+fn as_loaded<'a>(
     request: MemoryRequest<'a>,
     config: &Config,
-    fits: impl Fn(&MemoryRequest<'_>) -> bool,
+    fit: impl Fn(&MemoryRequest<'a>) -> Result<Fit, DoesNotFit>,
 ) -> MemoryRequest<'a> {
-    let is_optional = config.model.vision == VisionMode::Auto && request.vision.is_some();
-    if is_optional && !fits(&request) { MemoryRequest { vision: None, ..request } } else { request }
+    match config.model.vision {
+        VisionMode::Auto => request.with_tower_that_fits(config.engine.context, fit).0,
+        VisionMode::On | VisionMode::Off => request,
+    }
 }
 
 /// Memory that the system, the server and other programs need while a model is loaded.
@@ -128,7 +130,7 @@ pub fn plan(config: &Config, args: &args::Plan) -> Result<(), Error> {
     let (sequences, wanted) = (args.sequences as usize, config.engine.context);
     let (request, kv) = request(&subject, config, &room, sequences);
     let fit = |request: &MemoryRequest<'_>| request.fit(machine, limits, wanted, sequences, &subject.others);
-    let request = without_large_tower(request, config, |request| fit(request).is_ok());
+    let request = as_loaded(request, config, fit);
     let outcome = fit(&request);
 
     let mut counts = vec![1, SEVERAL, sequences];
@@ -162,7 +164,7 @@ pub fn fit(config: &Config, planned: &args::Planned, room: &Room) -> Result<Resu
     let context = config.engine.context;
     let fit =
         |request: &MemoryRequest<'_>| request.fit(&room.machine, &room.limits, context, 1, &subject.others);
-    Ok(fit(&without_large_tower(request, config, |request| fit(request).is_ok())))
+    Ok(fit(&as_loaded(request, config, fit)))
 }
 
 /// The device memory of one of several models, whose contexts are whole, if `budget` bytes may be used.
@@ -174,7 +176,7 @@ pub fn bytes_to_serve(files: &ModelFiles, config: &Config, budget: u64) -> Resul
     let (request, _) = request(&subject, config, &room, 1);
     let (context, sequences) = (config.engine.context, config.engine.sequences);
     let fit = |request: &MemoryRequest<'_>| request.fit(&room.machine, &room.limits, context, sequences, &[]);
-    let fit = fit(&without_large_tower(request, config, |request| fit(request).is_ok()));
+    let fit = fit(&as_loaded(request, config, fit));
     Ok(fit.map_err(|error| LoadError::from(Box::new(error)))?.plan.bytes())
 }
 

@@ -15,6 +15,7 @@ use super::{Channel, Connection, ConnectionError, DeviceProcess};
 use crate::checkpoint::{CheckpointError, HeldNames, ModelFiles};
 use crate::config::{Config, LogFormat};
 use crate::model::{Runner, RunnerError, RunnerFactory};
+use crate::tensor::VisionMode;
 
 /// How long a load may make no progress, unless `hardware.hang_timeout_s` is longer. The smallest steps of a load are a
 /// kernel, which takes software Vulkan seconds to compile, and 2 MiB of weights, which may take a slow disk seconds.
@@ -50,7 +51,9 @@ pub type Exclusive = Box<dyn Fn(&AtomicBool) -> Option<Box<dyn Any>> + Send>;
 
 /// Starts device processes for one model, whose files it keeps open.
 pub struct DeviceFactory {
-    options: String,
+    /// The server's options. After the first load, they say whether the model has its vision tower: a later load has the same
+    /// memory, and must not decide otherwise.
+    config: Config,
     log_format: Option<LogFormat>,
     model: ModelFiles,
     draft: Option<ModelFiles>,
@@ -73,7 +76,7 @@ impl DeviceFactory {
         observer: Observer,
     ) -> Result<Self, CheckpointError> {
         Ok(Self {
-            options: config.to_toml(),
+            config: config.clone(),
             log_format: config.log.format,
             model: model.hold()?,
             draft: draft.map(ModelFiles::hold).transpose()?,
@@ -106,7 +109,7 @@ impl DeviceFactory {
         let parts = |files: &ModelFiles| files.to_parts().expect("files that are open, or in this binary");
         let (model, files): (HeldNames, Vec<Arc<File>>) = parts(&self.model);
         let (draft, draft_files) = self.draft.as_ref().map(parts).unzip();
-        let (options, vocab_size) = (self.options.clone(), self.vocab_size);
+        let (options, vocab_size) = (self.config.to_toml(), self.vocab_size);
         connection.send(&Task { options, model, draft, vocab_size, npu: self.npu.clone() })?;
         connection.send_files(&files)?;
         if let Some(files) = draft_files {
@@ -119,6 +122,8 @@ impl DeviceFactory {
         let loaded = loaded?;
         self.npu = self.npu.take().or_else(|| loaded.npu.clone());
         let runner = DeviceProcess::new(connection, loaded.hang_timeout)?;
+        self.config.model.vision =
+            if runner.limits().images.is_some() { VisionMode::On } else { VisionMode::Off };
         self.observer.watch(observer);
         Ok((runner, loaded))
     }

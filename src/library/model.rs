@@ -119,6 +119,12 @@ impl Model {
         self.card.get()
     }
 
+    /// Whether requests may have images: as the model was loaded, or before that as its files say.
+    pub fn takes_images(&self) -> bool {
+        let of_files = || self.card().is_some_and(|card| card.takes_images);
+        self.service().map_or_else(of_files, |service| service.takes_images())
+    }
+
     /// Lets requests use the loaded model, and returns its service.
     pub fn set_ready(&self, service: Service) -> Arc<Service> {
         let service = Arc::new(service);

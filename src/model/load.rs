@@ -12,7 +12,7 @@ use super::arch;
 use super::config::{ConfigError, GenerationConfig};
 use super::layers::{DeviceLayer, Scratch, device_buffer};
 use super::memory::{
-    self, DEFAULT_BLOCK_SIZE, DoesNotFit, DraftMemoryRequest, MAX_IN_FLIGHT, MemoryRequest, Schemes,
+    self, DEFAULT_BLOCK_SIZE, DoesNotFit, DraftMemoryRequest, Fit, MAX_IN_FLIGHT, MemoryRequest, Schemes,
 };
 use super::model_runner::{Loaded, ModelRunner, NotCompared};
 use super::offload::{OffloadBuffers, OffloadError, OffloadLimits};
@@ -225,25 +225,23 @@ impl ModelRunner {
             draft: draft.as_ref().map(|(.., request)| request.clone()),
             vision,
         };
-        let (plan, limits) = match place(device, &request, weights, options) {
-            Err(LoadError::DoesNotFit(error)) if vision.is_some() && options.vision == VisionMode::Auto => {
-                tracing::warn!("the model is loaded without its vision tower, and refuses images: {error}");
-                request.vision = None;
-                place(device, &request, weights, options)?
+        if options.vision == VisionMode::Auto && request.vision.is_some() {
+            let others = memory::quantize_modes(weights)?;
+            let fit = |request: &MemoryRequest<'_>| fit(device, request, &others, options);
+            let (chosen, reason) = request.with_tower_that_fits(options.max_context, fit);
+            request = chosen;
+            if let Some(reason) = reason {
+                tracing::warn!("the model is loaded without its vision tower, and refuses images: {reason}");
             }
-            Ok((_, limits)) if vision.is_some() && limits.images.is_none() => {
-                let tokens = vision.map_or(0, |vision| vision.spec.tokens());
-                let context = limits.max_context;
-                let problem = format!("an image has {tokens} tokens, and the context {context}");
-                if options.vision == VisionMode::On {
-                    return Err(LoadError::Option(format!("{problem}: ask for a longer one (--context)")));
-                }
-                tracing::warn!("the model is loaded without its vision tower, and refuses images: {problem}");
-                request.vision = None;
-                place(device, &request, weights, options)?
-            }
-            placed => placed?,
-        };
+        }
+        let (plan, limits) = place(device, &request, weights, options)?;
+        if let (Some(vision), None) = (&request.vision, limits.images) {
+            return Err(LoadError::Option(format!(
+                "an image has {} tokens, and the context {}: ask for a longer one (--context), or use --vision off",
+                vision.spec.tokens(),
+                limits.max_context
+            )));
+        }
         let bytes_per_s = plan.slowest_read();
         let arena = Arena::with_plan(device, plan)?;
         touch(device, &arena)?;
@@ -310,13 +308,7 @@ fn place(
         return Err(LoadError::ContextTooLong { wanted, longest, whose });
     }
     let others = memory::quantize_modes(weights)?;
-    let machine = device.machine();
-    let (context, sequences) = (options.max_context, options.sequences);
-    let fit = match options.whole_contexts {
-        true => request.fit(&machine, &options.memory, context, sequences, &others),
-        false => request.fit_to_serve(&machine, &options.memory, context, sequences, &others),
-    };
-    let fit = fit.map_err(Box::new)?;
+    let fit = fit(device, request, &others, options).map_err(Box::new)?;
     let room = request.sequences(&fit);
     let limits = request.limits(fit.context, fit.pools);
     if room < options.sequences {
@@ -340,6 +332,21 @@ fn place(
         );
     }
     Ok((fit.plan, limits))
+}
+
+/// The context and the pools that fit, and their places. `others` are smaller schemes, for the error.
+fn fit(
+    device: &Device,
+    request: &MemoryRequest<'_>,
+    others: &[(String, Schemes)],
+    options: &LoadOptions,
+) -> Result<Fit, DoesNotFit> {
+    let machine = device.machine();
+    let (context, sequences) = (options.max_context, options.sequences);
+    match options.whole_contexts {
+        true => request.fit(&machine, &options.memory, context, sequences, others),
+        false => request.fit_to_serve(&machine, &options.memory, context, sequences, others),
+    }
 }
 
 /// Whether a model with the config `draft` can be the draft model of `model`. The error says why not.
@@ -436,12 +443,14 @@ impl<'a> Source<'a> {
         let missing = |why: &str| match options.vision {
             VisionMode::On => Err(LoadError::Option(format!("{}: {why}", self.files.location()))),
             _ => {
-                tracing::debug!("no images: {why}");
+                tracing::info!("the model reads text only: {why}");
                 Ok(None)
             }
         };
         let spec = match &self.config.vision {
             Ok(Some(spec)) => spec,
+            // Nothing is missing in a model of texts.
+            Ok(None) if options.vision == VisionMode::Auto => return Ok(None),
             Ok(None) => {
                 return missing("the model reads text only, and --vision on asks for its vision tower");
             }
@@ -450,9 +459,11 @@ impl<'a> Source<'a> {
         if has_draft {
             return missing("a model with a draft model takes no images: use --vision off, or no --draft");
         }
-        match weights.vision(&self.checkpoint, spec)? {
-            None => missing("the checkpoint lacks the vision tower that config.json describes"),
-            Some(tensors) => Ok(Some((spec, tensors))),
+        match weights.vision(&self.checkpoint, spec) {
+            // A wrong tower is no reason to refuse texts.
+            Err(error) => missing(&error.to_string()),
+            Ok(None) => missing("the checkpoint lacks the vision tower that config.json describes"),
+            Ok(Some(tensors)) => Ok(Some((spec, tensors))),
         }
     }
 
@@ -496,10 +507,10 @@ impl<'a> Source<'a> {
 
 /// Whether all matrices of a tower are bf16.
 fn is_bf16(tensors: &VisionTensors<Tensor<'_>>) -> bool {
-    tensors
-        .iter()
-        .filter(|tensor| tensor.shape.len() > 1)
-        .all(|tensor| tensor.scheme().ok() == Some(Scheme::Bf16))
+    // Positions are added, and multiply nothing.
+    let position = tensors.position_embedding.name;
+    let mut matrices = tensors.iter().filter(|tensor| tensor.shape.len() > 1 && tensor.name != position);
+    matrices.all(|tensor| tensor.scheme().ok() == Some(Scheme::Bf16))
 }
 
 /// Bytes of a tower's tensors in their files.

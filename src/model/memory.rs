@@ -495,6 +495,36 @@ impl<'a> MemoryRequest<'a> {
         placement::place(machine, limits, self.requests(context, pools))
     }
 
+    /// This request, or the one without its tower, if an optional tower costs too much: if the model then does not fit, if
+    /// its context becomes too short for an image, or if no context was wanted and fewer than [`LEAST_CONTEXT`] tokens are
+    /// left that would fit otherwise. With the reason, if it is the latter request. `fit` places a request.
+    pub fn with_tower_that_fits(
+        self,
+        wanted: Option<usize>,
+        fit: impl Fn(&MemoryRequest<'a>) -> Result<Fit, DoesNotFit>,
+    ) -> (MemoryRequest<'a>, Option<String>) {
+        let Some(vision) = self.vision else { return (self, None) };
+        let tokens = vision.spec.tokens();
+        let without = MemoryRequest { vision: None, ..self.clone() };
+        let reason = match fit(&self) {
+            Err(error) => Some(error.to_string()),
+            Ok(Fit { context, .. }) if context < tokens => {
+                Some(format!("an image has {tokens} tokens, and the context {context}"))
+            }
+            Ok(Fit { context, .. }) if wanted.is_none() && context < LEAST_CONTEXT => {
+                let alone = fit(&without).map_or(0, |fit| fit.context);
+                (alone > context).then(|| {
+                    format!("with it, a context of {context} tokens would fit, and without it {alone}")
+                })
+            }
+            Ok(_) => None,
+        };
+        match reason {
+            Some(reason) => (without, Some(reason)),
+            None => (self, None),
+        }
+    }
+
     /// The largest context for `sequences` sequences that fits, in whole blocks or the model's maximum; 0 if none fits.
     pub fn largest_context(&self, machine: &Machine, limits: &placement::Limits, sequences: usize) -> usize {
         let longest = self.longest_context();

@@ -97,9 +97,9 @@ pub struct ModelRunner {
     pub(super) logits_readback: Buffer,
     pub(super) self_test: SelfTest,
     pub(super) layer_values: Result<Arc<LayerValues>, NotCompared>,
-    /// The buffers for a coprocessor, and the coprocessor that is attached.
     /// The tower that reads images, if it is loaded.
     pub(super) vision: Option<Tower>,
+    /// The buffers for a coprocessor, and the coprocessor that is attached.
     pub(crate) offload_buffers: Option<OffloadBuffers>,
     pub(crate) coprocessor: Option<Box<dyn Coprocessor>>,
     /// The number of layers that a step computes. A coprocessor reduces it to measure its speed.

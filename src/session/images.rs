@@ -4,8 +4,10 @@
 //! pixels of all requests that wait or run are bounded, too, and so is the number of pictures that are decoded at the same
 //! time. The callers are on threads that may block.
 
+use std::collections::HashMap;
 use std::ops::Range;
 use std::sync::{Arc, Condvar, Mutex};
+use std::time::Duration;
 
 use super::error::SessionError;
 use crate::engine::PromptImage;
@@ -14,6 +16,13 @@ use crate::model::ImageLimits;
 
 /// The most pictures that are decoded at the same time: one takes up to 1.5 GB for a few seconds.
 const DECODED_AT_ONCE: usize = 2;
+
+/// The longest wait for a turn. The thread that waits is one of those that prepare all requests.
+const MAX_WAIT: Duration = Duration::from_secs(10);
+
+/// The most pixels of all files of a request together, which take a decoder some seconds. An image that is sent again in the
+/// same request counts once.
+const REQUEST_PIXELS: u64 = 4 << 26;
 
 /// The most bytes of pixels of all requests that wait or run in this process. A single request may have more.
 const HELD_BYTES: usize = 1 << 30;
@@ -30,23 +39,52 @@ pub struct Image {
 }
 
 impl Image {
-    /// The image at positions of a prompt. Blocks while other pictures are decoded.
-    pub(super) fn for_prompt(
+    /// The image at positions of a prompt. Blocks while other pictures are decoded. `pixels` are left for the request's files.
+    fn for_prompt(
         &self,
         limits: &ImageLimits,
         positions: Range<usize>,
+        pixels: &mut u64,
     ) -> Result<PromptImage, SessionError> {
         let problem = |error: ImageError| SessionError::invalid(&self.param, error.to_string());
         let file_limits = Limits::default();
         let file = file_of(&self.file, file_limits.max_bytes).map_err(problem)?;
         let picture = {
-            let _turn = DecoderTurn::take();
+            let _turn = DecoderTurn::take()?;
             let side = u32::try_from(limits.side).expect("a model's image has few pixels");
-            decode(&file, &file_limits).map_err(problem)?.resize(side, side, Filter::Bilinear)
+            let picture = decode(&file, &file_limits).map_err(problem)?;
+            let size = u64::from(picture.width()) * u64::from(picture.height());
+            *pixels = pixels.checked_sub(size).ok_or_else(|| {
+                let problem = format!(
+                    "with this image, those of the request have more than {} million pixels: make them smaller",
+                    REQUEST_PIXELS / 1_000_000
+                );
+                SessionError::invalid(&self.param, problem)
+            })?;
+            picture.resize(side, side, Filter::Bilinear)
         };
         let hash = picture.sha256();
         Ok(PromptImage { positions, hash, pixels: picture.into_pixels().into() })
     }
+}
+
+/// The images of a prompt at their positions. A file that occurs several times is decoded once.
+pub(super) fn decoded<'a>(
+    images: impl Iterator<Item = (Range<usize>, &'a Image)>,
+    limits: &ImageLimits,
+) -> Result<Vec<PromptImage>, SessionError> {
+    let mut pixels = REQUEST_PIXELS;
+    let mut known: HashMap<&str, PromptImage> = HashMap::new();
+    let mut all = Vec::new();
+    for (positions, image) in images {
+        let one = match known.get(&*image.file) {
+            Some(known) => PromptImage { positions, ..known.clone() },
+            None => image.for_prompt(limits, positions, &mut pixels)?,
+        };
+        known.entry(&image.file).or_insert_with(|| one.clone());
+        all.push(one);
+    }
+    Ok(all)
 }
 
 /// The bytes of pixels of all requests that wait or run.
@@ -90,12 +128,18 @@ static DONE: Condvar = Condvar::new();
 struct DecoderTurn;
 
 impl DecoderTurn {
-    /// Waits for a turn. Each ends, because a decoder's work is bounded.
-    fn take() -> Self {
+    /// Waits for a turn, but not for long.
+    fn take() -> Result<Self, SessionError> {
         let count = DECODED.lock().expect("nothing panics under this lock");
         let is_full = |count: &mut usize| *count >= DECODED_AT_ONCE;
-        *DONE.wait_while(count, is_full).expect("nothing panics under this lock") += 1;
-        Self
+        let waited = DONE.wait_timeout_while(count, MAX_WAIT, is_full);
+        let (mut count, waited) = waited.expect("nothing panics under this lock");
+        if waited.timed_out() {
+            let problem = "the server decodes the images of other requests: try again later".to_owned();
+            return Err(SessionError::Shortage(problem));
+        }
+        *count += 1;
+        Ok(Self)
     }
 }
 

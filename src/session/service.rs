@@ -8,7 +8,7 @@ use super::answer::AnswerText;
 use super::conversation::as_text;
 use super::error::SessionError;
 use super::grammar::ResponseGrammar;
-use super::images::HeldImages;
+use super::images::{self, HeldImages};
 use super::mask::{AnswerMask, CallGuard, Failure, ThoughtGuard, TokenRules};
 use super::request::{GenerateRequest, Truncation};
 use super::tools::ToolChoice;
@@ -288,10 +288,8 @@ impl Service {
             return Err(context_exceeded(tokens, context));
         }
         let held = HeldImages::take(prompt.images.len() * limits.pixel_bytes())?;
-        let image =
-            |(at, image): &(Range<usize>, usize)| request.images[*image].for_prompt(&limits, at.clone());
-        let images = prompt.images.iter().map(image).collect::<Result<_, _>>()?;
-        Ok((images, Some(held)))
+        let images = prompt.images.iter().map(|(at, image)| (at.clone(), &request.images[*image]));
+        Ok((images::decoded(images, &limits)?, Some(held)))
     }
 
     /// How many of the prompt's last ids to keep. `None` = all.

@@ -164,7 +164,7 @@ pub(in crate::api) async fn tags(State(server): State<Arc<Server>>) -> Result<Js
             size: card.bytes,
             digest: card.digest.clone(),
             details: details(model, card),
-            capabilities: capabilities(card),
+            capabilities: capabilities(model, card),
         })
     });
     let models: Vec<_> = named.collect();
@@ -228,7 +228,7 @@ post_route! {
             template: card.template.clone(),
             details,
             model_info,
-            capabilities: capabilities(card),
+            capabilities: capabilities(model, card),
             modified_at: modified(card),
         }))
     }
@@ -270,9 +270,9 @@ fn parameter_size(parameters: u64) -> String {
     }
 }
 
-fn capabilities(card: &ModelCard) -> Vec<&'static str> {
+fn capabilities(model: &Model, card: &ModelCard) -> Vec<&'static str> {
     let thinking = card.can_think.then_some("thinking");
-    let vision = card.takes_images.then_some("vision");
+    let vision = model.takes_images().then_some("vision");
     ["completion", "tools"].into_iter().chain(vision).chain(thinking).collect()
 }
 

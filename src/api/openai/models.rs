@@ -207,7 +207,7 @@ impl Model {
         let engine = model.engine();
         let limits = engine.as_ref().map(EngineHandle::limits);
         let context = limits.map(|limits| limits.max_context);
-        let takes_images = model.card().is_some_and(|card| card.takes_images);
+        let takes_images = model.takes_images();
         Self {
             id: name.to_owned(),
             object: ModelObject::Model,

@@ -10,6 +10,10 @@ use crate::engine::pace::{Load, MIN_PREFILL_TOKENS, Pace};
 use crate::engine::request::Priority;
 use crate::engine::sequence::{Sequence, SequenceId};
 
+/// The most images that are encoded for a step for which no other sequence waits. Between two steps, the engine sees requests
+/// that arrived and clients that left.
+const MAX_ENCODINGS: usize = 2;
+
 impl Scheduler {
     /// The next step. `None` if there is no sequence, or if no sequence can get tokens before a step in flight is
     /// committed.
@@ -29,7 +33,7 @@ impl Scheduler {
         let keeps_gap =
             class == Priority::Background || self.engines > 1 || self.decoding(class).next().is_some();
         let mut step = PendingStep::new(&self.limits, keeps_gap);
-        self.image_slots.begin_step(if keeps_gap { 1 } else { usize::MAX });
+        self.image_slots.begin_step(if keeps_gap { 1 } else { MAX_ENCODINGS });
         let is_overdue = |s: &Sequence| s.is_overdue(self.steps, self.config.patience);
         for id in self.runnable(class, is_overdue) {
             self.add_to_step(&mut step, id, pace);

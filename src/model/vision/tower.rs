@@ -4,6 +4,7 @@
 //! the language model: the patches are the tokens of one image in a KV cache of their own. All work of an image but the
 //! last part is recorded once, because every image has the same size.
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use super::spec::{VisionLayer, VisionSpec, VisionTensors};
@@ -14,8 +15,8 @@ use crate::gpu::{
 };
 use crate::kernels::{
     Activations, Attention, AttentionShape, Heads, Item, Kernels, KvCache, LayerKind, LayerNorm, Matrices,
-    Matrix, Operand, Partials, Quantized, RmsNorm, Room, Run, ShareArrays, Shares, StepArrays, Tiles,
-    UploadError, VisionKernels, partial_width,
+    Matrix, Operand, PartItems, Partials, Quantized, RmsNorm, Room, Run, ShareArrays, Shares, StepArrays,
+    Tiles, UploadError, VisionKernels, partial_width,
 };
 use crate::model::ImageLimits;
 use crate::quantize::{Rounding, pack_tiles};
@@ -23,6 +24,8 @@ use crate::tensor::{DType, KvDtype, Precision, Scheme, TILE_ROWS};
 
 /// Tokens per KV block of the tower.
 const BLOCK_SIZE: usize = 64;
+/// Parts of a layer's attention, each of which is submitted separately: a part takes no longer than a layer's other products.
+const ATTENTION_PARTS: usize = 4;
 /// The least number of slots for the embeddings of images. A conversation with so many images keeps them.
 const LEAST_SLOTS: usize = 8;
 
@@ -92,7 +95,14 @@ impl TowerRequest<'_> {
     fn shares(&self) -> Shares {
         let patches = self.spec.patches();
         let run = Run { row: 0, start: 0, tokens: patches, sequence: 0, sees_to: Some(patches - 1) };
-        Shares::new(&self.shape(), &[run], patches, patches, Room { single: 0, tiles: patches })
+        Shares::in_parts(&self.shape(), &[run], &self.parts(), Room { single: 0, tiles: patches })
+    }
+
+    /// The patches of each part of attention.
+    fn parts(&self) -> Vec<Range<usize>> {
+        let patches = self.spec.patches();
+        let rows = patches.div_ceil(ATTENTION_PARTS);
+        (0..patches).step_by(rows).map(|first| first..(first + rows).min(patches)).collect()
     }
 
     /// `[rows, columns]` of the matrices: of the patches, of a layer (queries, keys, values, output and the two of the
@@ -167,7 +177,7 @@ impl TowerRequest<'_> {
             (4 * patches as u64, "slots of patches"),
             (4 * self.blocks() as u64, "block table"),
             ((shares.tiles.len() * size_of::<Item>()) as u64, "items"),
-            (4 * INDIRECT_BYTES, "workgroups"),
+            (2 * INDIRECT_BYTES * (1 + shares.parts.len() as u64), "workgroups"),
             (8 * patches as u64, "merges"),
             (floats(slots * tokens, text), "embeddings"),
         ] {
@@ -227,6 +237,8 @@ pub struct Tower {
     projection: Matrix,
     scratch: Scratch,
     step: StepArrays,
+    /// The parts of attention.
+    parts: Vec<PartItems>,
     pixels: Buffer,
     /// `[slots * tokens, text_hidden_size]`
     embeddings: Activations,
@@ -422,6 +434,7 @@ impl TowerLoad<'_, '_> {
                 partials: Partials { single: partials.clone(), tiles: partials },
             },
             step,
+            parts: shares.parts,
             pixels,
             embeddings,
             slots: request.limits(max_batch_tokens).slots,
@@ -503,15 +516,23 @@ fn transposed(values: &[f32], rows: usize) -> Vec<f32> {
 }
 
 impl Tower {
-    /// Records everything but the closing. Each layer is submitted separately, so that none blocks the device for long.
+    /// Records everything but the closing, in parts that are submitted separately, so that none blocks the device for long.
     fn record(&mut self, device: &Arc<Device>) -> Result<(), GpuError> {
         let mut recorded = vec![CommandBuffer::new(device, "vision: patches")?];
         recorded[0].record_for_many_submits(&mut |r| self.record_opening(r))?;
         for (i, layer) in self.layers.iter().enumerate() {
-            let mut commands = CommandBuffer::new(device, &format!("vision: layer {i}"))?;
             let bias = self.bias_before(i);
-            commands.record_for_many_submits(&mut |r| self.record_layer(r, layer, bias))?;
-            recorded.push(commands);
+            let mut record = |what: &str, part: &mut dyn FnMut(&mut Recorder<'_>)| {
+                let mut commands = CommandBuffer::new(device, &format!("vision: {what} of layer {i}"))?;
+                commands.record_for_many_submits(part)?;
+                recorded.push(commands);
+                Ok::<_, GpuError>(())
+            };
+            record("projections", &mut |r| self.record_projections(r, layer, bias))?;
+            for (index, part) in self.parts.iter().enumerate() {
+                record("attention", &mut |r| self.record_attention(r, layer, index, part))?;
+            }
+            record("network", &mut |r| self.record_network(r, layer))?;
         }
         let submissions = (0..=recorded.len()).map(|_| Submission::new(device));
         self.submissions = submissions.collect::<Result<_, _>>()?;
@@ -539,22 +560,37 @@ impl Tower {
         r.copy(&self.positions, &hidden.buffer, self.positions.size());
     }
 
-    /// A layer, after a product in `delta` whose bias is `bias`. It leaves such a product.
-    fn record_layer(&self, r: &mut Recorder<'_>, layer: &DeviceLayer, bias: &Buffer) {
-        let Scratch { hidden, normed, normed_blocks, delta, qkv, attended, attended_blocks, .. } =
-            &self.scratch;
-        let Scratch { network, network_blocks, partials, .. } = &self.scratch;
-        let (kernels, own, rows) = (&self.kernels, &self.own_kernels, self.spec.patches());
-        let DeviceLayer { norms, qkv: matrices, attention, out, fc1, fc2 } = layer;
+    /// What a layer computes before attention, after a product in `delta` whose bias is `bias`.
+    fn record_projections(&self, r: &mut Recorder<'_>, layer: &DeviceLayer, bias: &Buffer) {
+        let Scratch { hidden, normed, normed_blocks, delta, qkv, .. } = &self.scratch;
+        let (kernels, rows) = (&self.kernels, self.spec.patches());
+        let DeviceLayer { norms, qkv: matrices, attention, .. } = layer;
         r.label("vision");
         let input = Operand::new(kernels.wants(matrices), normed, normed_blocks);
-        own.add_and_norm(r, (delta, bias), (hidden, &norms[0]), &input, rows);
+        self.own_kernels.add_and_norm(r, (delta, bias), (hidden, &norms[0]), &input, rows);
         let products: Vec<_> = matrices.iter().zip(qkv).collect();
         kernels.matmul(r, &products, &input, rows);
         kernels.qkv_store(r, attention, qkv.each_ref(), &self.step, rows);
-        let input = Operand::new(kernels.wants([&out.0]), attended, attended_blocks);
-        kernels.attention(r, attention, (&qkv[0], partials), &self.step, &input, rows);
-        kernels.matmul(r, &[(&out.0, delta)], &input, rows);
+    }
+
+    /// The attention of some patches to all, and its product with the output matrix in `delta`.
+    fn record_attention(&self, r: &mut Recorder<'_>, layer: &DeviceLayer, index: usize, part: &PartItems) {
+        let Scratch { delta, qkv, attended, attended_blocks, partials, .. } = &self.scratch;
+        let (kernels, (out, _), rows) = (&self.kernels, &layer.out, &part.rows);
+        let step = self.step.part(part, index);
+        r.label("vision");
+        let input = Operand::new(kernels.wants([out]), &attended.rows(rows), attended_blocks);
+        // The items of attention count rows from the first patch, so the queries are not cut.
+        kernels.attention(r, &layer.attention, (&qkv[0], partials), &step, &input, rows.len());
+        kernels.matmul(r, &[(out, &delta.rows(rows))], &input, rows.len());
+    }
+
+    /// What a layer computes after attention. It leaves a product without its bias in `delta`.
+    fn record_network(&self, r: &mut Recorder<'_>, layer: &DeviceLayer) {
+        let Scratch { hidden, normed, normed_blocks, delta, network, network_blocks, .. } = &self.scratch;
+        let (kernels, own, rows) = (&self.kernels, &self.own_kernels, self.spec.patches());
+        let DeviceLayer { norms, out, fc1, fc2, .. } = layer;
+        r.label("vision");
         let input = Operand::new(kernels.wants([&fc1.0]), normed, normed_blocks);
         own.add_and_norm(r, (delta, &out.1), (hidden, &norms[1]), &input, rows);
         kernels.matmul(r, &[(&fc1.0, network)], &input, rows);
