@@ -445,14 +445,22 @@ impl<'a> Source<'a> {
             Ok(None) => {
                 return missing("the model reads text only, and --vision on asks for its vision tower");
             }
-            Err(problem) => return missing(problem),
+            Err(problem) => return without_tower(options, problem),
         };
         if has_draft {
             return missing("a model with a draft model takes no images: use --vision off, or no --draft");
         }
-        match weights.vision(&self.checkpoint, spec)? {
-            None => missing("the checkpoint lacks the vision tower that config.json describes"),
-            Some(tensors) => Ok(Some((spec, tensors))),
+        match (weights.vision(&self.checkpoint, spec), self.files.tower()) {
+            (Ok(None), _) => missing("the checkpoint lacks the vision tower that config.json describes"),
+            (Ok(Some(tensors)), file) => {
+                if let Some(file) = file {
+                    tracing::info!("the model reads images with the vision tower in {}", file.display());
+                }
+                Ok(Some((spec, tensors)))
+            }
+            // A file in the same folder may be that of another model.
+            (Err(problem), Some(_)) => without_tower(options, &problem.to_string()),
+            (Err(problem), None) => Err(problem.into()),
         }
     }
 
@@ -492,6 +500,15 @@ impl<'a> Source<'a> {
         }
         Ok(weights)
     }
+}
+
+/// The answer of [`Source::tower`] for a tower that cannot be used: an error if the user asks for it.
+fn without_tower<T>(options: &LoadOptions, problem: &str) -> Result<Option<T>, LoadError> {
+    if options.vision == VisionMode::On {
+        return Err(LoadError::Option(problem.to_owned()));
+    }
+    tracing::warn!("the model is loaded without its vision tower, and refuses images: {problem}");
+    Ok(None)
 }
 
 /// Whether all matrices of a tower are bf16.
@@ -740,6 +757,7 @@ impl<'a> Load<'a> {
             arena,
             uploader,
             tiles: model.kernels.tiles(),
+            norms_hold_one: source.checkpoint.norms_hold_one(),
         };
         let tower = tower.run(tensors, &mut |tensor| {
             let values = source.checkpoint.read_f32(tensor)?;
