@@ -3,6 +3,8 @@
 //! Opening a pipe waits for a program that writes to it, and `/dev/zero` never ends. So [`open`] refuses everything but
 //! regular files. On a network mount that does not answer, a call can still block forever, and the process cannot
 //! interrupt it. A caller that must not block reads in a separate thread, and abandons that thread after a timeout.
+//!
+//! [`tower_of`] tells by their names which files belong together. The hub and the checkpoints ask it.
 
 use std::fs::{self, File, Metadata, OpenOptions};
 use std::io::{self, ErrorKind, Read};
@@ -79,6 +81,42 @@ fn text(bytes: Vec<u8>) -> io::Result<String> {
     String::from_utf8(bytes).map_err(|_| io::Error::new(ErrorKind::InvalidData, "expected text in UTF-8"))
 }
 
+/// How the name of a GGUF file tells its type, best first: towers are small, so f16 costs little and loses nothing.
+const TOWER_TYPES: [&[&str]; 4] = [&["f16", "fp16"], &["bf16"], &["f32", "fp32"], &["q8"]];
+
+/// Whether a file is the vision tower of a model in GGUF, by its name: `mmproj-model-f16.gguf`, or `mmproj` elsewhere
+/// in it.
+pub fn is_tower(name: &str) -> bool {
+    let mut words = words_of(name);
+    words.clone().next_back().as_deref() == Some("gguf") && words.any(|word| word == "mmproj")
+}
+
+/// The vision tower of the GGUF file `model`, of the names of the files in its folder. `None` if no name is that of a
+/// tower. Of several, it is the one with the most words of the model's name, and of these the one in f16, bf16, f32 or
+/// q8, in this order.
+pub fn tower_of<'a>(model: &str, names: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
+    // A type says nothing about which model a file belongs to, nor does a version such as the 3 of all its sizes.
+    let is_of_type = |word: &str| {
+        let quantized =
+            word.strip_prefix('q').is_some_and(|rest| rest.starts_with(|c: char| c.is_ascii_digit()));
+        quantized || word.len() == 1 || TOWER_TYPES.iter().any(|names| names.contains(&word))
+    };
+    let of_model: Vec<String> = words_of(model).filter(|word| !is_of_type(word)).collect();
+    let rank = |name: &str| {
+        let words: Vec<String> = words_of(name).collect();
+        let shared = of_model.iter().filter(|word| words.contains(word)).count();
+        let in_words = |names: &&[&str]| names.iter().any(|name| words.iter().any(|word| word == name));
+        let by_type = TOWER_TYPES.iter().position(in_words).unwrap_or(TOWER_TYPES.len());
+        (std::cmp::Reverse(shared), by_type)
+    };
+    names.into_iter().filter(|name| is_tower(name) && *name != model).min_by_key(|name| (rank(name), *name))
+}
+
+/// The words of a file name in lower case, with its ending.
+fn words_of(name: &str) -> impl DoubleEndedIterator<Item = String> + Clone {
+    name.split(|c: char| !c.is_ascii_alphanumeric()).map(str::to_ascii_lowercase)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -114,5 +152,26 @@ mod tests {
         // The metadata of a file of /proc says that its length is 0.
         assert!(!read(Path::new("/proc/self/status"), 1 << 20).unwrap().is_empty());
         assert!(read_input(Path::new("/dev/zero"), 100).unwrap_err().to_string().contains("larger than 100"));
+    }
+
+    #[test]
+    fn a_tower_belongs_to_the_model_with_the_most_words_of_its_name() {
+        for name in ["mmproj-model-f16.gguf", "mmproj.gguf", "x.mmproj-Q8_0.gguf", "MMPROJ-F16.GGUF"] {
+            assert!(is_tower(name), "{name}");
+        }
+        for name in ["x-f16.gguf", "mmproj-f16.bin", "mmprojx-f16.gguf"] {
+            assert!(!is_tower(name), "{name}");
+        }
+        let of = |model: &str, names: &[&'static str]| tower_of(model, names.iter().copied());
+        let types = ["mmproj-Q8_0.gguf", "mmproj-F32.gguf", "mmproj-BF16.gguf", "mmproj-F16.gguf", "x.gguf"];
+        for model in ["gemma-3-4b-it-Q8_0.gguf", "gemma-3-4b-it-BF16.gguf"] {
+            assert_eq!(of(model, &types), Some("mmproj-F16.gguf"), "{model}");
+        }
+        assert_eq!(of("x.gguf", &types[..3]), Some("mmproj-BF16.gguf"));
+        assert_eq!(of("x.gguf", &types[..2]), Some("mmproj-F32.gguf"));
+        assert_eq!(of("x.gguf", &["x.gguf", "y.gguf"]), None);
+        let sizes = ["mmproj-gemma-3-27b-it-f16.gguf", "mmproj-gemma-3-4b-it-bf16.gguf"];
+        assert_eq!(of("gemma-3-4b-it-Q4_K_M.gguf", &sizes), Some(sizes[1]));
+        assert_eq!(of("google_gemma-3-27b-it-qat-Q4_0.gguf", &sizes), Some(sizes[0]));
     }
 }

@@ -58,8 +58,11 @@ pub struct ModelFiles {
 #[derive(Debug, Clone, Serialize, Deserialize)]
 enum Source {
     Folder(PathBuf),
-    /// One GGUF file, or its parts in order.
-    Gguf(Vec<PathBuf>),
+    /// One GGUF file, or its parts in order, and the file of its vision tower.
+    Gguf {
+        parts: Vec<PathBuf>,
+        tower: Option<PathBuf>,
+    },
     /// Files in the binary.
     Embedded,
     Memory,
@@ -85,7 +88,8 @@ impl HeldNames {
 
 impl ModelFiles {
     /// Opens a folder in Hugging Face layout, a GGUF file, or a folder with a GGUF file. The model gets the name of the
-    /// folder or the file. A GGUF file must have one of the architectures `archs`.
+    /// folder or the file. A GGUF file must have one of the architectures `archs`; a vision tower in the same folder
+    /// belongs to it.
     pub fn open(folder: &Path, archs: &'static [&'static GgufArch]) -> Result<Self, CheckpointError> {
         let fail = |problem: String| CheckpointError::file(folder.display(), problem);
         let canonical = match fs::canonicalize(folder) {
@@ -133,7 +137,8 @@ impl ModelFiles {
         let stem = file.file_stem().unwrap_or(file.as_os_str()).to_string_lossy();
         // The name of a split file ends in the part number, which is not part of the model's name.
         let name = split_number(&stem).map_or(&*stem, |(name, ..)| name).to_owned();
-        Ok(Self { archs, ..Self::new(name, Source::Gguf(parts)) })
+        let tower = tower_beside(&parts[0]);
+        Ok(Self { archs, ..Self::new(name, Source::Gguf { parts, tower }) })
     }
 
     /// Files in memory, as (name, contents). A single file whose name ends in `.gguf` is a whole model, of one of the
@@ -212,7 +217,7 @@ impl ModelFiles {
     pub fn location(&self) -> String {
         match &self.source {
             Source::Folder(folder) => folder.display().to_string(),
-            Source::Gguf(parts) => parts[0].display().to_string(),
+            Source::Gguf { parts, .. } => parts[0].display().to_string(),
             Source::Embedded => format!("{} (embedded)", self.name),
             Source::Memory => format!("{} (in memory)", self.name),
         }
@@ -225,7 +230,7 @@ impl ModelFiles {
         }
         match &self.source {
             Source::Folder(folder) => folder.join(name).display().to_string(),
-            Source::Gguf(_) => format!("{}: {name} of its metadata", self.location()),
+            Source::Gguf { .. } => format!("{}: {name} of its metadata", self.location()),
             Source::Embedded | Source::Memory => format!("{}/{name}", self.location()),
         }
     }
@@ -238,11 +243,15 @@ impl ModelFiles {
         }
         if let Some(parts) = self.map_gguf()? {
             let parts: Vec<_> = parts.iter().map(|(display, bytes)| (display.as_str(), &**bytes)).collect();
-            return Ok(gguf::generated(&parts, name, self.archs)?.map(Cow::Owned));
+            // Without a usable tower, the config describes none, and the model reads text only.
+            let mapped = self.map_tower().filter(|_| name == CONFIG_FILE).and_then(Result::ok);
+            let read = |(file, bytes)| gguf::tower(bytes, file, parts[0].1, self.archs).ok();
+            let tower = mapped.as_ref().and_then(|(file, bytes)| read((file, bytes)));
+            return Ok(gguf::generated(&parts, name, self.archs, tower.as_ref())?.map(Cow::Owned));
         }
         match &self.source {
             Source::Folder(folder) => read_file(&self.place(&folder.join(name))).map_err(fail),
-            Source::Gguf(_) | Source::Embedded | Source::Memory => Ok(self.contents.get(name).cloned()),
+            Source::Gguf { .. } | Source::Embedded | Source::Memory => Ok(self.contents.get(name).cloned()),
         }
     }
 
@@ -261,7 +270,7 @@ impl ModelFiles {
     /// The names of the folder's files, at most [`MAX_NAMES`].
     pub(super) fn names(&self) -> Result<Vec<String>, CheckpointError> {
         match &self.source {
-            Source::Gguf(_) | Source::Embedded | Source::Memory => {
+            Source::Gguf { .. } | Source::Embedded | Source::Memory => {
                 Ok(self.contents.keys().cloned().collect())
             }
             Source::Folder(folder) => {
@@ -286,7 +295,7 @@ impl ModelFiles {
             Source::Folder(folder) => {
                 map_file(&self.place(&folder.join(name)), self.is_cached, &self.display(name))
             }
-            Source::Gguf(_) | Source::Embedded | Source::Memory => {
+            Source::Gguf { .. } | Source::Embedded | Source::Memory => {
                 Ok(self.contents.get(name).cloned().map(FileBytes::Memory))
             }
         }
@@ -302,16 +311,45 @@ impl ModelFiles {
                 }
                 _ => None,
             }),
-            Source::Gguf(parts) => {
-                let map = |part: &PathBuf| {
-                    let display = part.display().to_string();
-                    match map_file(&self.place(part), self.is_cached, &display)? {
-                        Some(bytes) => Ok((display, bytes)),
-                        None => Err(CheckpointError::file(display, "no such file")),
-                    }
-                };
-                parts.iter().map(map).collect::<Result<_, _>>().map(Some)
+            Source::Gguf { parts, .. } => {
+                parts.iter().map(|part| self.map_part(part)).collect::<Result<_, _>>().map(Some)
             }
+        }
+    }
+
+    /// The mapped file of the vision tower beside a GGUF file, with its name for messages; `None` if there is none.
+    pub(super) fn map_tower(&self) -> Option<Result<(String, FileBytes), CheckpointError>> {
+        match &self.source {
+            Source::Gguf { tower: Some(tower), .. } => Some(self.map_part(tower)),
+            _ => None,
+        }
+    }
+
+    /// The path of the file in which the vision tower of a GGUF file is.
+    pub fn tower(&self) -> Option<&Path> {
+        match &self.source {
+            Source::Gguf { tower, .. } => tower.as_deref(),
+            _ => None,
+        }
+    }
+
+    /// Why the vision tower beside a GGUF file cannot be used; `None` if it can, or if there is none. Text needs no
+    /// tower, so the model can be used without it.
+    pub fn tower_problem(&self) -> Result<Option<CheckpointError>, CheckpointError> {
+        let Some(tower) = self.map_tower() else { return Ok(None) };
+        let Some(parts) = self.map_gguf()? else { return Ok(None) };
+        let (file, bytes) = match tower {
+            Ok(tower) => tower,
+            Err(problem) => return Ok(Some(problem)),
+        };
+        Ok(gguf::tower(&bytes, &file, &parts[0].1, self.archs).err())
+    }
+
+    fn map_part(&self, part: &Path) -> Result<(String, FileBytes), CheckpointError> {
+        let display = part.display().to_string();
+        match map_file(&self.place(part), self.is_cached, &display)? {
+            Some(bytes) => Ok((display, bytes)),
+            None => Err(CheckpointError::file(display, "no such file")),
         }
     }
 
@@ -357,7 +395,7 @@ impl ModelFiles {
         let mut links_out = BTreeMap::new();
         match &self.source {
             Source::Embedded | Source::Memory => {}
-            Source::Gguf(parts) => paths.extend(parts.iter().cloned()),
+            Source::Gguf { parts, tower } => paths.extend(parts.iter().chain(tower).cloned()),
             Source::Folder(folder) => {
                 for name in self.names()? {
                     links_out.extend(link_out(folder, &name).map(|target| (folder.join(&name), target)));
@@ -591,7 +629,7 @@ fn only_gguf(folder: &Path) -> Result<Option<PathBuf>, String> {
         // Vision towers, and all parts of a split file but the first, are not separate models.
         let later =
             path.file_stem().and_then(|stem| split_number(stem.to_str()?)).is_some_and(|(_, n, _)| n > 1);
-        if has_gguf_ending(&path) && !later && !name.starts_with("mmproj") {
+        if has_gguf_ending(&path) && !later && !file::is_tower(&name) {
             found.push(name);
         }
     }
@@ -601,6 +639,35 @@ fn only_gguf(folder: &Path) -> Result<Option<PathBuf>, String> {
         [name] => Ok(Some(folder.join(name))),
         [first, ..] => Err(format!("holds {} GGUF files; give one of them ({first})", found.len())),
     }
+}
+
+/// The vision tower in the folder of a GGUF file. As the model itself, it may be a link to a blob of the Hugging Face
+/// cache or to another folder, but only to the one in which the model's file is.
+fn tower_beside(model: &Path) -> Option<PathBuf> {
+    let folder = model.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    let names = fs::read_dir(folder).ok()?.take(MAX_NAMES);
+    let mut towers: Vec<String> = names
+        .filter_map(|entry| entry.ok()?.file_name().into_string().ok())
+        .filter(|n| file::is_tower(n))
+        .collect();
+    towers.sort();
+    let name = file::tower_of(model.file_name()?.to_str()?, towers.iter().map(String::as_str))?;
+    let tower = folder.join(name);
+    let target = |path: &Path| fs::canonicalize(path).ok();
+    let (place, of_model) = (target(&tower)?, target(model)?);
+    let is_inside = place.starts_with(target(folder)?) || place.parent() == of_model.parent();
+    if !is_inside {
+        tracing::warn!("{}: is not read, because it is a link out of the folder", tower.display());
+        return None;
+    }
+    if towers.len() > 1 {
+        tracing::info!(
+            "of {} vision towers in {}, {name} is that of the model",
+            towers.len(),
+            folder.display()
+        );
+    }
+    Some(tower)
 }
 
 /// `name-00001-of-00003` as (name, 1, 3).

@@ -6,7 +6,7 @@ use super::error::{CheckpointError, one_line, short};
 use super::experts;
 use super::files::{FileBytes, MAX_SHARDS, ModelFiles};
 use super::format::Format;
-use super::gguf::{self, Element, GgufArch};
+use super::gguf::{self, Element};
 use super::legacy;
 use super::native::{self, Manifest, Synthetic};
 use super::packed;
@@ -40,7 +40,7 @@ impl Checkpoint {
             table: Table::default(),
         };
         if let Some(parts) = files.map_gguf()? {
-            checkpoint.add_gguf(parts, files.archs())?;
+            checkpoint.add_gguf(parts, files)?;
         } else if let Some(manifest) = Manifest::read(files)? {
             checkpoint.add_native(files, &manifest)?;
         } else if let Some(bytes) = files.map(SINGLE_FILE)? {
@@ -221,25 +221,51 @@ impl Checkpoint {
     fn add_gguf(
         &mut self,
         parts: Vec<(String, FileBytes)>,
-        archs: &[&'static GgufArch],
+        files: &ModelFiles,
     ) -> Result<(), CheckpointError> {
-        let layout = parts.first().and_then(|(_, bytes)| gguf::Layout::of(bytes, archs));
+        let layout = parts.first().and_then(|(_, bytes)| gguf::Layout::of(bytes, files.archs()));
         self.format = Format::Gguf;
         self.norms_hold_one = true;
         let count = parts.len();
         for (file, (display, bytes)) in parts.into_iter().enumerate() {
             let tensors = gguf::tensors(&bytes, &display, (file, count), layout.as_ref())?;
-            for gguf::NamedTensor { name, info, interleaved } in tensors {
-                let data = Span { file, range: info.range };
-                let stored = match info.element {
-                    Element::Plain(dtype) => Stored::Plain { dtype, data },
-                    Element::Blocks(kind) => Stored::Ggml { kind, data },
-                };
-                let entry = Entry { name, shape: info.shape, file, stored, interleaved };
-                self.table.add(entry, &display)?;
+            for tensor in tensors {
+                self.add_gguf_tensor(tensor, &display)?;
             }
             self.table.files.push(CheckpointFile { display, bytes });
         }
+        self.add_tower(files)
+    }
+
+    /// Adds the tensors of the vision tower beside a GGUF file. A file that cannot be used is left out:
+    /// [`ModelFiles::tower_problem`] says why.
+    fn add_tower(&mut self, files: &ModelFiles) -> Result<(), CheckpointError> {
+        let Some(Ok((display, bytes))) = files.map_tower() else { return Ok(()) };
+        let model = &self.table.files[0].bytes;
+        let Ok(tower) = gguf::tower(&bytes, &display, model, files.archs()) else { return Ok(()) };
+        // Some files of models have a tower, too.
+        if tower.tensors.iter().any(|tensor| self.table.by_name.contains_key(&tensor.name)) {
+            return Ok(());
+        }
+        for tensor in tower.tensors {
+            self.add_gguf_tensor(tensor, &display)?;
+        }
+        self.table.files.push(CheckpointFile { display, bytes });
         Ok(())
+    }
+
+    /// Adds a tensor of the GGUF file that will be pushed next.
+    fn add_gguf_tensor(
+        &mut self,
+        gguf::NamedTensor { name, info, interleaved }: gguf::NamedTensor<'_>,
+        display: &str,
+    ) -> Result<(), CheckpointError> {
+        let file = self.table.files.len();
+        let data = Span { file, range: info.range };
+        let stored = match info.element {
+            Element::Plain(dtype) => Stored::Plain { dtype, data },
+            Element::Blocks(kind) => Stored::Ggml { kind, data },
+        };
+        self.table.add(Entry { name, shape: info.shape, file, stored, interleaved }, display)
     }
 }

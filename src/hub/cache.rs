@@ -235,8 +235,8 @@ impl Cache {
             let meant: Vec<usize> = match &name.file {
                 _ if other != commit => Vec::new(),
                 None => (0..files.len()).collect(),
-                Some(_) => match select::select(name, &files) {
-                    Ok(selection) => selection.files,
+                Some(_) => match select::removed(name, &files) {
+                    Ok(files) => files,
                     Err(error) if is_absent(&error) => Vec::new(),
                     Err(error) => return Err(error),
                 },

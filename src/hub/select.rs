@@ -1,10 +1,11 @@
 //! Selects the files of a repository that serving needs, from the list of file names.
 //!
-//! Weights are safetensors or GGUF. Never selected are formats that can run code when they are read (`.bin`, `.pth`,
-//! `.pt`), formats of other programs, and the vision projectors that llama.cpp stores in separate files (`mmproj*`).
+//! Weights are safetensors or GGUF; with a GGUF file comes the vision tower (`mmproj*`) in the same folder. Never
+//! selected are formats that can run code when they are read (`.bin`, `.pth`, `.pt`), and formats of other programs.
 
 use super::HubError;
 use super::name::ModelName;
+use crate::file;
 
 /// The problem of a [`HubError::Choose`] if no file has the given name.
 pub(super) const NO_SUCH_FILE: &str = "matches no file";
@@ -42,12 +43,36 @@ pub(super) fn select(name: &ModelName, files: &[Entry]) -> Result<Selection, Hub
     let weights: Vec<usize> = (0..files.len()).filter(|i| is_weights(&files[*i].0)).collect();
     let config = files.iter().any(|(path, _)| path == "config.json");
     if name.file.is_some() || weights.is_empty() || !config {
-        let Gguf { parts, .. } = gguf(name, files)?;
-        return Ok(Selection { model: parts.first().copied(), files: parts });
+        let Gguf { path, parts, .. } = gguf(name, files)?;
+        let model = parts.first().copied();
+        // The tower comes first: without it, a whole model would count as pulled.
+        let files = tower(&path, files).into_iter().chain(parts).collect();
+        return Ok(Selection { files, model });
     }
     let mut chosen: Vec<usize> = (0..files.len()).filter(|i| belongs_to_weights(&files[*i].0)).collect();
     chosen.extend(weights);
     Ok(Selection { files: chosen, model: None })
+}
+
+/// The files to delete for a name with a file. A tower stays while the folder has another GGUF file.
+pub(super) fn removed(name: &ModelName, files: &[Entry]) -> Result<Vec<usize>, HubError> {
+    let mut chosen = select(name, files)?.files;
+    let is_needed = |tower: usize| {
+        let folder = folder_of(&files[tower].0);
+        ggufs(files).iter().any(|gguf| folder_of(&gguf.path) == folder && !chosen.contains(&gguf.parts[0]))
+    };
+    let kept: Vec<usize> =
+        chosen.iter().copied().filter(|i| file::is_tower(file_name(&files[*i].0)) && is_needed(*i)).collect();
+    chosen.retain(|i| !kept.contains(i));
+    Ok(chosen)
+}
+
+/// The vision tower of a GGUF file: it is in the same folder.
+fn tower(model: &str, files: &[Entry]) -> Option<usize> {
+    let beside =
+        files.iter().map(|(path, _)| path.as_str()).filter(|path| folder_of(path) == folder_of(model));
+    let chosen = file::tower_of(file_name(model), beside.map(file_name))?;
+    files.iter().position(|(path, _)| folder_of(path) == folder_of(model) && file_name(path) == chosen)
 }
 
 /// Whether `asked` means `file` of the hub: it has the same repository and revision, and the same file or its quantization
@@ -124,7 +149,7 @@ fn ends_in_tag(path: &str, tag: &str) -> bool {
 
 fn is_gguf(path: &str) -> bool {
     let name = file_name(path).to_ascii_lowercase();
-    name.ends_with(".gguf") && !name.starts_with("mmproj") && !name.contains("imatrix")
+    name.ends_with(".gguf") && !file::is_tower(&name) && !name.contains("imatrix")
 }
 
 /// A path without its extension.
@@ -152,6 +177,11 @@ pub(super) fn is_weights(path: &str) -> bool {
 fn belongs_to_weights(path: &str) -> bool {
     let readable = path.ends_with(".json") || path.ends_with(".jinja");
     !path.contains('/') && (readable || path.starts_with("tokenizer"))
+}
+
+/// The folder of a path in the repository, empty for the top.
+fn folder_of(path: &str) -> &str {
+    path.rsplit_once('/').map_or("", |(folder, _)| folder)
 }
 
 fn file_name(path: &str) -> &str {

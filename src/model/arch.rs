@@ -47,6 +47,11 @@ pub fn load(files: &ModelFiles) -> Result<(ModelSpec, GenerationConfig), ConfigE
         return Err(ConfigError::File { file: files.location(), problem });
     };
     let mut spec = read(&config, &files.display(CONFIG_FILE))?;
+    spec.vision = match (files.tower_problem()?, files.tower(), spec.vision) {
+        (Some(problem), ..) => Err(problem.to_string()),
+        (None, Some(file), Err(problem)) => Err(format!("{}: {problem}", file.display())),
+        (.., vision) => vision,
+    };
     let mut generation = GenerationConfig::default();
     if let Some(bytes) = files.read(GENERATION_CONFIG_FILE)? {
         let file = files.display(GENERATION_CONFIG_FILE);

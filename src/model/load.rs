@@ -204,7 +204,13 @@ impl ModelRunner {
             }
         };
         let used_before = device.memory_use();
-        let tower = source.tower(weights, options, draft.is_some())?;
+        let (tower, missing) = source.tower(weights, options, draft.is_some())?;
+        if let Some(why) = missing {
+            tracing::warn!("the model is loaded without its vision tower, and refuses images: {why}");
+        }
+        if let (Some(_), Some(file)) = (&tower, source.files.tower()) {
+            tracing::info!("the model reads images with the vision tower in {}", file.display());
+        }
         let vision = tower.as_ref().map(|(spec, tensors)| TowerRequest {
             spec,
             scheme: TowerRequest::scheme_of(options.precision, is_bf16(tensors)),
@@ -430,40 +436,33 @@ impl<'a> Source<'a> {
         }
     }
 
-    /// The tower to load, and its tensors. `None` if the model has none, or if it is not wanted.
+    /// The tower to load, and its tensors. If there is none, the reason, unless the model reads text only or no tower is
+    /// wanted. A tower that cannot be used is no reason to refuse texts, unless the user asks for it.
     fn tower<'w>(
         &self,
         weights: &Weights<'w>,
         options: &LoadOptions,
         has_draft: bool,
-    ) -> Result<Option<(&VisionSpec, VisionTensors<Tensor<'w>>)>, LoadError> {
-        if options.vision == VisionMode::Off {
-            return Ok(None);
-        }
+    ) -> Result<(Option<FoundTower<'_, 'w>>, Option<String>), LoadError> {
+        const TEXT_ONLY: &str = "the model reads text only, and --vision on asks for its vision tower";
         let missing = |why: &str| match options.vision {
             VisionMode::On => Err(LoadError::Option(format!("{}: {why}", self.files.location()))),
-            _ => {
-                tracing::info!("the model reads text only: {why}");
-                Ok(None)
-            }
+            _ => Ok((None, Some(why.to_owned()))),
         };
         let spec = match &self.config.vision {
+            _ if options.vision == VisionMode::Off => return Ok((None, None)),
             Ok(Some(spec)) => spec,
-            // Nothing is missing in a model of texts.
-            Ok(None) if options.vision == VisionMode::Auto => return Ok(None),
-            Ok(None) => {
-                return missing("the model reads text only, and --vision on asks for its vision tower");
-            }
+            Ok(None) if options.vision == VisionMode::Auto => return Ok((None, None)),
+            Ok(None) => return missing(TEXT_ONLY),
             Err(problem) => return missing(problem),
         };
         if has_draft {
             return missing("a model with a draft model takes no images: use --vision off, or no --draft");
         }
         match weights.vision(&self.checkpoint, spec) {
-            // A wrong tower is no reason to refuse texts.
             Err(error) => missing(&error.to_string()),
             Ok(None) => missing("the checkpoint lacks the vision tower that config.json describes"),
-            Ok(Some(tensors)) => Ok(Some((spec, tensors))),
+            Ok(Some(tensors)) => Ok((Some((spec, tensors)), None)),
         }
     }
 
@@ -475,7 +474,7 @@ impl<'a> Source<'a> {
         has_draft: bool,
     ) -> Result<Option<Scheme>, LoadError> {
         let options = LoadOptions { vision: mode, precision, ..LoadOptions::default() };
-        let tower = self.tower(&self.weights()?, &options, has_draft)?;
+        let (tower, _) = self.tower(&self.weights()?, &options, has_draft)?;
         Ok(tower.map(|(_, tensors)| TowerRequest::scheme_of(precision, is_bf16(&tensors))))
     }
 
@@ -504,6 +503,9 @@ impl<'a> Source<'a> {
         Ok(weights)
     }
 }
+
+/// A tower of a checkpoint, and its tensors.
+type FoundTower<'s, 'w> = (&'s VisionSpec, VisionTensors<Tensor<'w>>);
 
 /// Whether all matrices of a tower are bf16.
 fn is_bf16(tensors: &VisionTensors<Tensor<'_>>) -> bool {
@@ -751,6 +753,7 @@ impl<'a> Load<'a> {
             arena,
             uploader,
             tiles: model.kernels.tiles(),
+            norms_hold_one: source.checkpoint.norms_hold_one(),
         };
         let tower = tower.run(tensors, &mut |tensor| {
             let values = source.checkpoint.read_f32(tensor)?;

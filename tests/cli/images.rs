@@ -4,6 +4,7 @@
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
 use serde_json::{Value, json};
+use unicorn::model::arch::open_files;
 use unicorn::text::Tokenizer;
 
 use crate::support::checkpoints::tiny_model;
@@ -33,7 +34,13 @@ fn post(server: &Daemon, path: &str, body: &Value) -> (u16, Value) {
 fn golden_answer(model: &str, prompt: &str) -> (String, usize) {
     let folder = data(format!("gemma3-vision/{model}"));
     let tokenizer = std::fs::read(folder.join("tokenizer.json")).expect("a tokenizer");
-    let tokenizer = Tokenizer::from_bytes(&tokenizer, "tokenizer.json").expect("a tokenizer");
+    golden_text(model, prompt, &tokenizer)
+}
+
+/// As [`golden_answer`], with this `tokenizer.json`.
+fn golden_text(model: &str, prompt: &str, tokenizer: &[u8]) -> (String, usize) {
+    let folder = data(format!("gemma3-vision/{model}"));
+    let tokenizer = Tokenizer::from_bytes(tokenizer, "tokenizer.json").expect("a tokenizer");
     let ids = Goldens::open(&folder).tokens(&format!("greedy.{prompt}.tokens"));
     let known = ids.iter().position(|id| tokenizer.token(*id).is_none()).unwrap_or(ids.len());
     (tokenizer.decode(&ids[..known], true), known)
@@ -138,6 +145,38 @@ fn a_picture_of_the_command_line_is_sent_to_the_server() {
     assert!(code != 0 && stderr.contains("/proc/nonexistent/a.png"), "{stderr}");
     let (code, _, stderr) = run(&["--here", "--image", &files[0]]);
     assert!(code != 0 && stderr.contains("--image needs a running server"), "{stderr}");
+}
+
+/// The server opens both files, and its device process reads them.
+#[test]
+fn a_gguf_file_with_its_tower_answers_about_pictures() {
+    let folder = data("gemma3-vision/gguf");
+    let model = folder.join("vis-a-text-BF16.gguf");
+    // The file lists more of its tokens as control tokens, which no text shows.
+    let tokenizer =
+        open_files(&model).expect("a model").read("tokenizer.json").expect("valid").expect("a tokenizer");
+    let (expected, tokens) = golden_text("vis-a", "adjacent", &tokenizer);
+    assert_eq!(tokens, 24);
+    let body = json!({
+        "messages": [{"role": "user", "content": [
+            part("exact"), part("checker"), {"type": "text", "text": "next last command type move"}
+        ]}],
+        "max_tokens": tokens, "temperature": 0, "ignore_eos": true
+    });
+    let server = Daemon::start_model(&model, &EXACT, |_| {});
+    let (status, answer) = post(&server, "/v1/chat/completions", &body);
+    assert_eq!((status, &answer["choices"][0]["message"]["content"]), (200, &json!(expected)), "{answer}");
+    let (_, shown) = post(&server, "/api/show", &json!({"model": "a/b"}));
+    assert!(shown["capabilities"].as_array().expect("a list").contains(&json!("vision")), "{shown}");
+
+    // Without the second file, the model reads text only.
+    let alone = tempfile::tempdir().expect("a folder");
+    let model = alone.path().join("model.gguf");
+    std::fs::copy(folder.join("vis-a-text-BF16.gguf"), &model).expect("a copy");
+    let server = Daemon::start_model(&model, &EXACT, |_| {});
+    let (status, answer) = post(&server, "/v1/chat/completions", &body);
+    let message = answer["error"]["message"].as_str().expect("a text");
+    assert!(status == 400 && message.contains("reads text only"), "{answer}");
 }
 
 /// Int8 activations and an int8 tower: the default.

@@ -257,6 +257,45 @@ fn a_tag_selects_one_of_several_gguf_files() {
 }
 
 #[test]
+fn a_gguf_file_is_pulled_and_removed_with_its_vision_tower() {
+    let hub = Hub::start(&[
+        ("tiny-Q4_0.gguf", b"four", true),
+        ("tiny-Q8_0.gguf", b"eightbit", true),
+        ("mmproj-Q8_0.gguf", b"q8_0 eyes", true),
+        ("mmproj-BF16.gguf", b"bf16 eyes!", true),
+        ("mmproj-F16.gguf", b"f16 eyes", true),
+        ("big/tiny-bf16-00001-of-00002.gguf", b"one", true),
+        ("big/tiny-bf16-00002-of-00002.gguf", b"two", true),
+        ("big/tiny.mmproj-f32.gguf", b"f32 eyes in big", true),
+        ("blind/tiny-Q2_K.gguf", b"two bits", true),
+    ]);
+    for (tag, files) in [
+        ("Q4_0", &["mmproj-F16.gguf", "tiny-Q4_0.gguf"][..]),
+        ("bf16", &["tiny-bf16-00001-of-00002.gguf", "tiny-bf16-00002-of-00002.gguf", "tiny.mmproj-f32.gguf"]),
+        ("Q2_K", &["tiny-Q2_K.gguf"]),
+    ] {
+        let (_folder, cache) = temporary();
+        let path = hub.pull(&cache, &format!("org/tiny:{tag}")).expect("pulled");
+        assert_eq!(names_in(path.parent().expect("a folder")), files, "{tag}");
+        assert_eq!(find(&cache, "org/tiny").as_ref(), Some(&path), "a tower is no model of its own");
+        let files = unicorn::model::arch::open_files(&path).expect("a model");
+        let tower = files.tower().and_then(Path::file_name).map(|name| name.to_string_lossy().into_owned());
+        assert_eq!(tower.is_some(), tag != "Q2_K", "{tower:?}");
+    }
+
+    // The tower stays for the other file, and goes with the last one.
+    let (_folder, cache) = temporary();
+    let paths = ["Q4_0", "Q8_0"].map(|tag| hub.pull(&cache, &format!("org/tiny:{tag}")).expect("pulled"));
+    let snapshot = paths[0].parent().expect("a folder");
+    for (file, left, freed) in [("Q4_0", &["mmproj-F16.gguf", "tiny-Q8_0.gguf"][..], 4), ("Q8_0", &[], 16)] {
+        let removal = cache.removal(&name(&format!("org/tiny:{file}"))).expect("valid").expect("something");
+        assert_eq!(removal.bytes, freed, "{file}");
+        removal.apply().expect("removed");
+        assert_eq!(names_in(snapshot), left, "{file}");
+    }
+}
+
+#[test]
 fn an_interrupted_transfer_resumes_where_it_stopped() {
     let weights = noise(5_000_000);
     let hub = Hub::start(&[("tiny.gguf", &weights, true)]);

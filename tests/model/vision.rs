@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use serde_json::Value;
-use unicorn::model::arch;
+use unicorn::model::arch::{self, open_files};
 use unicorn::model::load::LoadOptions;
 use unicorn::model::model_runner::ModelRunner;
 use unicorn::model::vision::TowerRequest;
@@ -12,7 +12,7 @@ use unicorn::model::{ImageSpan, Runner};
 use unicorn::tensor::{KvDtype, Precision, Scheme, VisionMode};
 
 use crate::support::data;
-use crate::support::goldens::{Goldens, load, max_difference, rows_at};
+use crate::support::goldens::{Goldens, load, load_files, max_difference, rows_at};
 
 /// A model of `tests/data/gemma3-vision` with its goldens.
 struct Case {
@@ -252,4 +252,222 @@ fn the_tower_of_a_27b_takes_less_than_a_gigabyte() {
     assert!((430_000_000..480_000_000).contains(&weights) && all < 1_000_000_000);
     let limits = request.limits(336);
     assert_eq!((limits.side, limits.tokens, limits.slots), (896, 256, 8));
+}
+
+// --- towers in GGUF files of their own ----------------------------------------------------------------------
+
+const MODEL_FILE: &str = "vis-a-text-BF16.gguf";
+const TOWER_FILE: &str = "vis-a-mmproj-F16.gguf";
+
+/// vis-a as two GGUF files, with its goldens.
+fn gguf_case() -> Case {
+    Case { folder: data("gemma3-vision/gguf"), ..Case::open("vis-a") }
+}
+
+fn tower_bytes() -> Vec<u8> {
+    std::fs::read(data("gemma3-vision/gguf").join(TOWER_FILE)).unwrap()
+}
+
+/// A folder with a GGUF file of a model and these files.
+fn beside(model: &Path, files: &[(&str, &[u8])]) -> tempfile::TempDir {
+    let folder = tempfile::tempdir().unwrap();
+    std::fs::copy(model, folder.path().join(model.file_name().unwrap())).unwrap();
+    for (name, bytes) in files {
+        std::fs::write(folder.path().join(name), bytes).unwrap();
+    }
+    folder
+}
+
+/// The only place of `part` in `bytes`.
+fn only(bytes: &[u8], part: &[u8]) -> usize {
+    let mut places = (0..bytes.len() - part.len()).filter(|at| bytes[*at..].starts_with(part));
+    let place = places.next().unwrap_or_else(|| panic!("no {}", String::from_utf8_lossy(part)));
+    assert_eq!(places.next(), None, "{}", String::from_utf8_lossy(part));
+    place
+}
+
+/// `bytes` with `to` in the place of `from`, which occurs once.
+fn replaced(bytes: &[u8], from: &[u8], to: &[u8]) -> Vec<u8> {
+    let at = only(bytes, from);
+    [&bytes[..at], to, &bytes[at + from.len()..]].concat()
+}
+
+/// A text as it is stored in GGUF.
+fn text(text: &str) -> Vec<u8> {
+    [&(text.len() as u64).to_le_bytes(), text.as_bytes()].concat()
+}
+
+/// The largest difference of the embeddings of some images from those of transformers.
+fn off_embeddings(case: &Case, model: &mut ModelRunner) -> f32 {
+    let off = ["photo420", "rgb", "one", "checker"].map(|image| {
+        model.encode_image(0, &case.pixels(image)).unwrap();
+        let expected: Vec<f32> = case.goldens.view(&format!("image_features.{image}"));
+        max_difference(&model.image_embeddings(0).unwrap(), &expected)
+    });
+    off.into_iter().fold(0.0, f32::max)
+}
+
+#[test]
+fn a_gguf_file_with_its_tower_computes_what_transformers_does() {
+    let case = gguf_case();
+    let mut model = case.load(&LoadOptions::default());
+    let off = off_embeddings(&case, &mut model);
+    println!("embeddings: {off:.1e}");
+    assert!(off < 1e-3, "{off}");
+    for prompt in ["one", "two"] {
+        let found = case.logits(&mut model, prompt);
+        let expected: Vec<f32> = case.goldens.view(&format!("logits.{prompt}"));
+        let off = max_difference(&found, &expected);
+        println!("{prompt}: {off:.1e}");
+        assert!(off < 1e-3, "{prompt}: {off}");
+    }
+}
+
+/// The open files are enough, as for a process that gets them from another one.
+#[test]
+fn a_held_tower_is_read_after_its_file_is_gone() {
+    let case = gguf_case();
+    let folder = beside(&case.folder.join(MODEL_FILE), &[(TOWER_FILE, &tower_bytes())]);
+    let files = open_files(folder.path()).unwrap().hold().unwrap();
+    drop(folder);
+    let mut model =
+        load_files(&files, &LoadOptions { vision: VisionMode::On, ..LoadOptions::default() }).unwrap();
+    assert!(off_embeddings(&case, &mut model) < 1e-3);
+}
+
+#[test]
+fn towers_of_old_converters_and_of_other_types_are_read() {
+    let case = gguf_case();
+    let original = tower_bytes();
+    let model_off = |bytes: &[u8]| {
+        let folder = beside(&case.folder.join(MODEL_FILE), &[("mmproj.gguf", bytes)]);
+        off_embeddings(
+            &case,
+            &mut Case { folder: folder.path().to_owned(), ..gguf_case() }.load(&LoadOptions::default()),
+        )
+    };
+
+    // Old files have the names of the network's matrices swapped, and another key of the projector.
+    let mut old = replaced(&original, &text("clip.projector_type"), &text("clip.vision.projector_type"));
+    for (layer, what) in (0..3).flat_map(|layer| [(layer, "weight"), (layer, "bias")]) {
+        let name = |part: &str| text(&format!("v.blk.{layer}.{part}.{what}"));
+        for (from, to) in [("ffn_up", "swapped"), ("ffn_down", "ffn_up"), ("swapped", "ffn_down")] {
+            old = replaced(&old, &name(from), &name(to));
+        }
+    }
+    // The new key is seven bytes longer, so another one becomes shorter: tensors keep their places.
+    let old = replaced(&old, &text("general.size_label"), &text("size_labels"));
+    assert_eq!(old.len(), original.len());
+    assert!(model_off(&old) < 1e-3);
+
+    // The projection as Q8_0.
+    let mut rounded = original.clone();
+    let name = text("mm.input_projection.weight");
+    let info = only(&original, &name) + name.len();
+    let offset = u64::from_le_bytes(original[info + 24..info + 32].try_into().unwrap()) as usize;
+    let data = header_end(&original).next_multiple_of(32) + offset;
+    rounded[info + 20..info + 24].copy_from_slice(&8u32.to_le_bytes());
+    let values = original[data..data + 2 * 48 * 96].as_chunks::<2>().0;
+    let values: Vec<f32> = values.iter().map(|bytes| half::f16::from_le_bytes(*bytes).to_f32()).collect();
+    for (index, block) in values.chunks(32).enumerate() {
+        let scale = half::f16::from_f32(block.iter().fold(0.0f32, |most, x| most.max(x.abs())) / 127.0);
+        let at = data + 34 * index;
+        rounded[at..at + 2].copy_from_slice(&scale.to_le_bytes());
+        for (to, x) in rounded[at + 2..at + 34].iter_mut().zip(block) {
+            *to = (x / scale.to_f32()).round() as i8 as u8;
+        }
+    }
+    let off = model_off(&rounded);
+    println!("Q8_0: {off:.1e}");
+    assert!((1e-3..0.2).contains(&off), "{off}");
+}
+
+/// The end of the last tensor's entry in the header of [`TOWER_FILE`], before the padding.
+fn header_end(bytes: &[u8]) -> usize {
+    let last = text("v.post_ln.weight");
+    // The number of dimensions, one of them, the type and the offset.
+    only(bytes, &last) + last.len() + 4 + 8 + 4 + 8
+}
+
+/// A tower that cannot be used does not keep the model from answering texts, unless the user asks for the tower.
+#[test]
+fn an_unusable_tower_is_refused_by_name_and_texts_are_not() {
+    let model = data("gemma3-vision/gguf").join(MODEL_FILE);
+    let other = data("gguf/gguf-62/gguf-62-Q8_0.gguf");
+    let original = tower_bytes();
+    let key = |key: &str| [text(key), 4u32.to_le_bytes().to_vec()].concat();
+    let kind = |kind: &str| [&text("clip.projector_type")[..], &8u32.to_le_bytes(), &text(kind)].concat();
+    let number = |name: &str, number: u32| [key(name), number.to_le_bytes().to_vec()].concat();
+    let heads = "clip.vision.attention.head_count";
+    let (width, pool) = ("clip.vision.projection_dim", "clip.vision.projector.scale_factor");
+    for (model, bytes, problem) in [
+        (
+            &model,
+            replaced(&original, &kind("gemma3"), &kind("llava9")),
+            "key clip.projector_type: is \"llava9\"; for models of the architecture \"gemma3\", expected",
+        ),
+        (&model, original[..original.len() - 1000].to_vec(), "the file is truncated or corrupt"),
+        (&model, original[..1000].to_vec(), "the file is truncated or corrupt"),
+        (&model, Vec::new(), "the magic takes 4 bytes"),
+        (
+            &model,
+            std::fs::read(&model).unwrap(),
+            "key general.architecture: is \"gemma3\"; expected \"clip\"",
+        ),
+        (
+            &other,
+            original.clone(),
+            "key clip.vision.projection_dim: is 96; expected 32, the gemma3.embedding_length of the model",
+        ),
+        (
+            &other,
+            replaced(&original, &number(width, 96), &number(width, 32)),
+            "mm_input_projection_weight has shape [48, 96]; config.json asks for [48, 32] (hidden_size",
+        ),
+        (
+            &model,
+            replaced(&original, &number(pool, 2), &number(pool, 3)),
+            "key clip.vision.projector.scale_factor: is 3; expected a divisor of the 8 patches",
+        ),
+        (
+            &model,
+            replaced(&original, &number(heads, 3), &number(heads, 5)),
+            "vision_config.hidden_size is 48 for num_attention_heads 5",
+        ),
+        (
+            &model,
+            replaced(&original, &text("v.post_ln.bias"), &text("v.post_lx.bias")),
+            "tensor v.post_lx.bias: is no part of a vision tower",
+        ),
+        (&model, replaced(&original, &text("clip.vision.image_mean"), &text("clip.vision.image_mode")), ""),
+    ] {
+        let folder = beside(model, &[("mmproj-x.gguf", &bytes)]);
+        let files = open_files(folder.path()).unwrap();
+        let load = |vision| load_files(&files, &LoadOptions { vision, ..LoadOptions::default() });
+        if problem.is_empty() {
+            // What is not there has its usual value.
+            assert!(load(VisionMode::On).unwrap().limits().images.is_some());
+            continue;
+        }
+        let error = load(VisionMode::On).err().unwrap_or_else(|| panic!("{problem}")).to_string();
+        assert!(error.contains("mmproj-x.gguf: ") && error.contains(problem), "{error}\n{problem}");
+        for mode in [VisionMode::Auto, VisionMode::Off] {
+            assert_eq!(load(mode).unwrap().limits().images, None, "{problem}");
+        }
+    }
+}
+
+#[test]
+fn a_tower_that_is_a_link_out_of_the_folder_is_not_read() {
+    let model = data("gemma3-vision/gguf").join(MODEL_FILE);
+    let elsewhere = beside(&model, &[("t.gguf", &tower_bytes())]);
+    let folder = beside(&model, &[]);
+    let tower = folder.path().join("mmproj-x.gguf");
+    std::os::unix::fs::symlink(elsewhere.path().join("t.gguf"), &tower).unwrap();
+    assert_eq!(open_files(folder.path()).unwrap().tower(), None);
+    // As in the cache of the hub, where all files are links to the same folder.
+    let here = folder.path().join(MODEL_FILE);
+    std::fs::remove_file(&here).unwrap();
+    std::os::unix::fs::symlink(elsewhere.path().join(MODEL_FILE), &here).unwrap();
+    assert_eq!(open_files(folder.path()).unwrap().tower(), Some(&*tower));
 }

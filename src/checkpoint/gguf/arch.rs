@@ -1,12 +1,12 @@
 //! What a GGUF file of an architecture must have: the interface between this reader and the architectures' folders.
 
-use serde_json::Value as Json;
+use serde_json::{Map, Value as Json};
 
 use super::header::{Element, HeaderError, Metadata, TensorInfo, Value};
 use crate::checkpoint::error::short;
 use crate::tensor::DType;
 
-const ARCHITECTURE: &str = "general.architecture";
+pub(super) const ARCHITECTURE: &str = "general.architecture";
 
 /// How files of one architecture become a Hugging Face checkpoint.
 #[derive(Debug)]
@@ -21,7 +21,21 @@ pub struct GgufArch {
     /// The matrices, such as `attn_q`, whose rows are stored so that each row of the first half of a head is followed by
     /// its counterpart in the second half. Hugging Face stores one half after the other.
     pub interleaved: &'static [&'static str],
+    /// The vision tower in a file of its own; `None` if the architecture's models read text only, or if only that is
+    /// computed.
+    pub tower: Option<&'static GgufTower>,
     pub tokens: GgufTokens,
+}
+
+/// How the towers of an architecture are stored in files of their own.
+#[derive(Debug)]
+pub struct GgufTower {
+    /// The value of `clip.projector_type`.
+    pub projector: &'static str,
+    /// The fields of `config.json` that describe the tower, from the metadata of its file and the keys of the model.
+    pub config: fn(&Metadata, &Keys) -> Result<Map<String, Json>, HeaderError>,
+    /// The Hugging Face name of a tensor of the file; `None` if unknown.
+    pub tensor: fn(&str, &GgufTensors) -> Option<String>,
 }
 
 /// Special tokens of an architecture, for files that omit them.
@@ -74,6 +88,14 @@ pub(super) fn find_or_first(
     find(archs, metadata).or_else(|error| archs.first().copied().ok_or(error))
 }
 
+/// A tensor with its Hugging Face name.
+pub(in crate::checkpoint) struct NamedTensor<'a> {
+    pub name: String,
+    pub info: TensorInfo<'a>,
+    /// As [`Tensor::interleaved`](crate::checkpoint::Tensor::interleaved).
+    pub interleaved: Option<usize>,
+}
+
 /// The tensors of a file's parts.
 pub struct GgufTensors<'a> {
     /// Each with the bytes of its part.
@@ -91,6 +113,11 @@ impl<'a> GgufTensors<'a> {
 
     pub fn has(&self, name: &str) -> bool {
         self.find(name).is_some()
+    }
+
+    /// The shape of a tensor; `None` if there is none of that name.
+    pub fn shape(&self, name: &str) -> Option<&[usize]> {
+        self.find(name).map(|(_, info)| info.shape.as_slice())
     }
 
     /// The vocabulary size, which is the number of rows of the embedding. The tokenizer may have fewer ids.

@@ -59,7 +59,7 @@ pub(super) struct Header<'a> {
     pub tensors: Vec<TensorInfo<'a>>,
 }
 
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub struct TensorInfo<'a> {
     pub name: &'a str,
     pub element: Element,

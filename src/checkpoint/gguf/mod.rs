@@ -10,22 +10,17 @@ mod byte_level;
 mod generated;
 mod header;
 mod tokenizer;
+mod tower;
 
-pub use arch::{Geometry, GgufArch, GgufTensors, GgufTokens, Keys};
+pub(super) use arch::NamedTensor;
+pub use arch::{Geometry, GgufArch, GgufTensors, GgufTokens, GgufTower, Keys};
 pub use blocks::{GgmlTensor, GgmlType};
 pub use generated::{special_ids, token_ids};
 pub use header::{Element, HeaderError, Metadata, TensorInfo, Value};
+pub(super) use tower::TowerFile;
 
 use super::error::CheckpointError;
 use header::{Header, read_header};
-
-/// A tensor with its Hugging Face name.
-pub(super) struct NamedTensor<'a> {
-    pub name: String,
-    pub info: TensorInfo<'a>,
-    /// As [`Tensor::interleaved`](super::Tensor::interleaved).
-    pub interleaved: Option<usize>,
-}
 
 /// The tensors of part `index` of a file of `count` parts with their Hugging Face names, in the order of their bytes.
 /// Messages call the part `display`. Without an architecture, tensors of layers keep their names.
@@ -57,6 +52,16 @@ pub(super) fn tensors<'a>(
     read().map_err(|e| error(display, e))
 }
 
+/// Reads the tower in `bytes`, which messages call `display`, of the model whose first part is `model`.
+pub(super) fn tower<'a>(
+    bytes: &'a [u8],
+    display: &str,
+    model: &[u8],
+    archs: &[&'static GgufArch],
+) -> Result<TowerFile<'a>, CheckpointError> {
+    TowerFile::read(bytes, model, archs).map_err(|e| error(display, e))
+}
+
 /// How the tensors of a file are stored.
 pub(super) struct Layout {
     arch: &'static GgufArch,
@@ -82,11 +87,13 @@ impl Layout {
 }
 
 /// Generates the file `name` of a Hugging Face checkpoint from the metadata; `None` if the metadata does not contain
-/// it. `parts` are the file or its parts in order, as (name in messages, bytes).
+/// it. `parts` are the file or its parts in order, as (name in messages, bytes). The fields of `tower` become part of
+/// `config.json`.
 pub(super) fn generated(
     parts: &[(&str, &[u8])],
     name: &str,
     archs: &[&'static GgufArch],
+    tower: Option<&TowerFile>,
 ) -> Result<Option<Vec<u8>>, CheckpointError> {
     let [(display, first), rest @ ..] = parts else { return Ok(None) };
     let about_first = |e| error(display, e);
@@ -102,7 +109,11 @@ pub(super) fn generated(
         let json = match name {
             "config.json" => {
                 let arch = arch::find(archs, &metadata)?;
-                (arch.config)(&Keys::new(arch, &metadata), &tensors)?
+                let mut config = (arch.config)(&Keys::new(arch, &metadata), &tensors)?;
+                for (field, value) in tower.into_iter().flat_map(|tower| &tower.fields) {
+                    config[field] = value.clone();
+                }
+                config
             }
             "generation_config.json" => match generated::generation_config(&metadata)? {
                 Some(config) => config,

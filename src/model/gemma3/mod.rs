@@ -6,6 +6,7 @@
 
 mod config;
 mod gguf;
+mod mmproj;
 mod shapes;
 mod tensors;
 

@@ -14,6 +14,7 @@ pub(super) static GGUF: GgufArch = GgufArch {
     config,
     layer_tensor: tensors::of_gguf,
     interleaved: &[],
+    tower: None,
     tokens: GgufTokens {
         bos: Some(2),
         eos: 1,

@@ -61,7 +61,7 @@ pub struct VisionTensors<T> {
     pub position_embedding: T,
     pub layers: Vec<VisionLayer<T>>,
     pub post_layernorm: Affine<T>,
-    /// The factors of the norm before the projection, stored as `w` and used as `1 + w`.
+    /// The factors of the norm before the projection, stored as `w` and used as `1 + w`; GGUF files store what is used.
     pub soft_emb_norm: T,
     /// `[hidden_size, text_hidden_size]`: each column makes an element of a token.
     pub projection: T,

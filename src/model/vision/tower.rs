@@ -259,6 +259,8 @@ pub(in crate::model) struct TowerLoad<'a, 'b> {
     pub uploader: &'a mut Uploader<'b, UploadError>,
     /// How the language model divides its products.
     pub tiles: Tiles,
+    /// As [`crate::checkpoint::Checkpoint::norms_hold_one`]. It is about the norm before the projection only.
+    pub norms_hold_one: bool,
 }
 
 impl TowerLoad<'_, '_> {
@@ -268,7 +270,7 @@ impl TowerLoad<'_, '_> {
         tensors: VisionTensors<Tensor<'_>>,
         read: &mut dyn FnMut(&Tensor<'_>) -> Result<Vec<f32>, E>,
     ) -> Result<Tower, E> {
-        let TowerLoad { device, request, max_batch_tokens, arena, uploader, tiles } = self;
+        let TowerLoad { device, request, max_batch_tokens, arena, uploader, tiles, norms_hold_one } = self;
         let spec = request.spec;
         let buffers = request
             .requests(max_batch_tokens)
@@ -350,7 +352,8 @@ impl TowerLoad<'_, '_> {
             bias: load.vector(&read(&post_layernorm.bias)?)?,
             eps: spec.norm_eps,
         };
-        let soft: Vec<f32> = read(&soft_emb_norm)?.into_iter().map(|w| 1.0 + w).collect();
+        let added = if norms_hold_one { 0.0 } else { 1.0 };
+        let soft: Vec<f32> = read(&soft_emb_norm)?.into_iter().map(|w| added + w).collect();
         let soft_emb_norm = RmsNorm { weight: load.vector(&soft)?, eps: spec.norm_eps };
 
         let elements = spec.patch_elements();

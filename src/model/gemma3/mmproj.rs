@@ -1,0 +1,124 @@
+//! The vision tower of a Gemma-3 in a GGUF file of its own, as llama.cpp's converter writes it.
+//!
+//! Names and keys are those of llama.cpp. Old files have the two matrices of the feed-forward network under each
+//! other's name; their shapes tell. Refuses what the tower of Gemma 3 does not have: another activation, other levels
+//! of pixels, and a projection into the embeddings of another model.
+
+use serde_json::{Map, Value as Json, json};
+
+use crate::checkpoint::gguf::{GgufTensors, GgufTower, HeaderError, Keys, Metadata, Value};
+
+pub(super) static TOWER: GgufTower = GgufTower { projector: "gemma3", config, tensor };
+
+/// The largest side of an image in pixels. The reader of `config.json` allows less.
+const MAX_SIDE: u64 = 1 << 16;
+/// Patches along a side of the square that becomes one token. Converters write this number only if it is another one.
+const DEFAULT_POOL: u64 = 4;
+
+/// Generates the fields `vision_config` and `mm_tokens_per_image`.
+fn config(metadata: &Metadata, model: &Keys) -> Result<Map<String, Json>, HeaderError> {
+    let full = |name: &str| format!("clip.vision.{name}");
+    let missing = |name: &str| HeaderError::key(&full(name), "is missing; expected a number");
+    let whole = |name: &str| metadata.whole(&full(name))?.ok_or_else(|| missing(name));
+    let epsilon = "attention.layer_norm_epsilon";
+    let epsilon = metadata.number(&full(epsilon))?.ok_or_else(|| missing(epsilon))?;
+
+    for (key, wanted) in [("clip.use_gelu", true), ("clip.use_silu", false)] {
+        if metadata.flag(key)?.is_some_and(|found| found != wanted) {
+            let problem = format!("is {}; expected {wanted}: the tower of Gemma 3 has GELU", !wanted);
+            return Err(HeaderError::key(key, problem));
+        }
+    }
+    for name in ["image_mean", "image_std"] {
+        let key = full(name);
+        for value in metadata.elements(&key)?.into_iter().flatten() {
+            match value? {
+                Value::Number(0.5) => {}
+                other => return Err(HeaderError::key(&key, format!("contains {other}; expected 0.5"))),
+            }
+        }
+    }
+    let hidden = model.required("embedding_length")?;
+    if let Some(projected) = metadata.whole(&full("projection_dim"))?.filter(|found| *found != hidden) {
+        let problem = format!(
+            "is {projected}; expected {hidden}, the {} of the model: the tower is that of another model",
+            model.full("embedding_length")
+        );
+        return Err(HeaderError::key(&full("projection_dim"), problem));
+    }
+
+    let (image_size, patch_size) = (whole("image_size")?, whole("patch_size")?);
+    const POOL: &str = "projector.scale_factor";
+    let pool = metadata.whole(&full(POOL))?.unwrap_or(DEFAULT_POOL);
+    if image_size > MAX_SIDE || patch_size == 0 || pool == 0 {
+        let problem = format!(
+            "is {image_size}, with patches of {patch_size} and squares of {pool} patches; expected at most \
+             {MAX_SIDE}, and at least 1"
+        );
+        return Err(HeaderError::key(&full("image_size"), problem));
+    }
+    let across = image_size / patch_size;
+    if !across.is_multiple_of(pool) {
+        let problem = format!("is {pool}; expected a divisor of the {across} patches along a side");
+        return Err(HeaderError::key(&full(POOL), problem));
+    }
+    let vision = json!({
+        "hidden_act": "gelu_pytorch_tanh",
+        "image_size": image_size,
+        "patch_size": patch_size,
+        "hidden_size": whole("embedding_length")?,
+        "intermediate_size": whole("feed_forward_length")?,
+        "num_hidden_layers": whole("block_count")?,
+        "num_attention_heads": whole("attention.head_count")?,
+        "layer_norm_eps": epsilon,
+    });
+    let tokens = json!((across / pool).pow(2));
+    Ok([("vision_config".to_owned(), vision), ("mm_tokens_per_image".to_owned(), tokens)]
+        .into_iter()
+        .collect())
+}
+
+/// The name of a tensor in Hugging Face's checkpoints.
+fn tensor(name: &str, tensors: &GgufTensors) -> Option<String> {
+    match name {
+        "v.position_embd.weight" => {
+            return Some("vision_tower.embeddings.position_embedding.weight".into());
+        }
+        "mm.soft_emb_norm.weight" => return Some("multi_modal_projector.mm_soft_emb_norm.weight".into()),
+        // A parameter of its own in Hugging Face's, so it has no `.weight` there.
+        "mm.input_projection.weight" => {
+            return Some("multi_modal_projector.mm_input_projection_weight".into());
+        }
+        _ => {}
+    }
+    let (part, what) = name.rsplit_once('.').filter(|(_, what)| ["weight", "bias"].contains(what))?;
+    match part {
+        "v.patch_embd" => return Some(format!("vision_tower.embeddings.patch_embedding.{what}")),
+        "v.post_ln" => return Some(format!("vision_tower.post_layernorm.{what}")),
+        _ => {}
+    }
+    let (layer, part) = part.strip_prefix("v.blk.")?.split_once('.')?;
+    let layer: u32 = layer.parse().ok().filter(|number: &u32| number.to_string() == layer)?;
+    let part = match part {
+        "ln1" => "layer_norm1",
+        "ln2" => "layer_norm2",
+        "attn_q" => "self_attn.q_proj",
+        "attn_k" => "self_attn.k_proj",
+        "attn_v" => "self_attn.v_proj",
+        "attn_out" => "self_attn.out_proj",
+        "ffn_up" | "ffn_down" if (part == "ffn_up") != is_swapped(layer, tensors) => "mlp.fc1",
+        "ffn_up" | "ffn_down" => "mlp.fc2",
+        _ => return None,
+    };
+    Some(format!("vision_tower.encoder.layers.{layer}.{part}.{what}"))
+}
+
+/// Whether the matrices of a layer's feed-forward network have each other's name: the one that makes the results of the
+/// layer then makes more of them than the layer is wide.
+fn is_swapped(layer: u32, tensors: &GgufTensors) -> bool {
+    let shape = |part: &str| tensors.shape(&format!("v.blk.{layer}.{part}.weight"));
+    match (shape("ffn_down"), shape("attn_out")) {
+        (Some([rows, columns]), Some([width, _])) => columns == width && rows != width,
+        _ => false,
+    }
+}
