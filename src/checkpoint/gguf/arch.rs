@@ -1,6 +1,6 @@
 //! What a GGUF file of an architecture must have: the interface between this reader and the architectures' folders.
 
-use serde_json::{Map, Value as Json};
+use serde_json::Value as Json;
 
 use super::header::{Element, HeaderError, Metadata, TensorInfo, Value};
 use crate::checkpoint::error::short;
@@ -32,8 +32,8 @@ pub struct GgufArch {
 pub struct GgufTower {
     /// The value of `clip.projector_type`.
     pub projector: &'static str,
-    /// The fields of `config.json` that describe the tower, from the metadata of its file and the keys of the model.
-    pub config: fn(&Metadata, &Keys) -> Result<Map<String, Json>, HeaderError>,
+    /// The fields of `config.json` that describe the tower, as an object, from the metadata of its file and the keys of the model.
+    pub config: fn(&Metadata, &Keys) -> Result<Json, HeaderError>,
     /// The Hugging Face name of a tensor of the file; `None` if unknown.
     pub tensor: fn(&str, &GgufTensors) -> Option<String>,
 }

@@ -110,7 +110,7 @@ pub(super) fn generated(
             "config.json" => {
                 let arch = arch::find(archs, &metadata)?;
                 let mut config = (arch.config)(&Keys::new(arch, &metadata), &tensors)?;
-                for (field, value) in tower.into_iter().flat_map(|tower| &tower.fields) {
+                for (field, value) in tower.and_then(|tower| tower.fields.as_object()).into_iter().flatten() {
                     config[field] = value.clone();
                 }
                 config

@@ -4,7 +4,7 @@
 //! were part of the model's checkpoint. The architecture's [`GgufTower`] says how. A file that is damaged, or belongs
 //! to another model, is refused as a whole: a tower with a missing or an unknown part computes something else.
 
-use serde_json::{Map, Value as Json};
+use serde_json::Value as Json;
 
 use super::arch::{ARCHITECTURE, GgufArch, GgufTensors, GgufTower, Keys, NamedTensor, find_or_first};
 use super::header::{HeaderError, Metadata, TensorInfo, read_header};
@@ -12,8 +12,8 @@ use crate::checkpoint::error::short;
 
 /// The header of a tower's file.
 pub(in crate::checkpoint) struct TowerFile<'a> {
-    /// The fields of `config.json`.
-    pub fields: Map<String, Json>,
+    /// The fields of `config.json`, an object.
+    pub fields: Json,
     /// The tensors in the order of their bytes.
     pub tensors: Vec<NamedTensor<'a>>,
 }

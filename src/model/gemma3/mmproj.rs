@@ -4,7 +4,7 @@
 //! other's name; their shapes tell. Refuses what the tower of Gemma 3 does not have: another activation, other levels
 //! of pixels, and a projection into the embeddings of another model.
 
-use serde_json::{Map, Value as Json, json};
+use serde_json::{Value as Json, json};
 
 use crate::checkpoint::gguf::{GgufTensors, GgufTower, HeaderError, Keys, Metadata, Value};
 
@@ -16,7 +16,7 @@ const MAX_SIDE: u64 = 1 << 16;
 const DEFAULT_POOL: u64 = 4;
 
 /// Generates the fields `vision_config` and `mm_tokens_per_image`.
-fn config(metadata: &Metadata, model: &Keys) -> Result<Map<String, Json>, HeaderError> {
+fn config(metadata: &Metadata, model: &Keys) -> Result<Json, HeaderError> {
     let full = |name: &str| format!("clip.vision.{name}");
     let missing = |name: &str| HeaderError::key(&full(name), "is missing; expected a number");
     let whole = |name: &str| metadata.whole(&full(name))?.ok_or_else(|| missing(name));
@@ -72,10 +72,7 @@ fn config(metadata: &Metadata, model: &Keys) -> Result<Map<String, Json>, Header
         "num_attention_heads": whole("attention.head_count")?,
         "layer_norm_eps": epsilon,
     });
-    let tokens = json!((across / pool).pow(2));
-    Ok([("vision_config".to_owned(), vision), ("mm_tokens_per_image".to_owned(), tokens)]
-        .into_iter()
-        .collect())
+    Ok(json!({"vision_config": vision, "mm_tokens_per_image": (across / pool).pow(2)}))
 }
 
 /// The name of a tensor in Hugging Face's checkpoints.
