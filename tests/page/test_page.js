@@ -91,6 +91,22 @@ async function saved(page, button) {
   return [download.suggestedFilename(), fs.readFileSync(await download.path(), "utf8")];
 }
 
+const IMAGES = path.resolve(__dirname, "../data/images");
+const base64 = (name) => fs.readFileSync(path.join(IMAGES, name)).toString("base64");
+
+/** Gives the page files as the event `kind` does, "paste" or "drop". */
+const give = (page, kind, files) => page.evaluate(async ([kind, files]) => {
+  const data = new DataTransfer();
+  for (const { name, url } of files) {
+    const [, type, bytes] = /^data:(.*);base64,(.*)$/.exec(url);
+    data.items.add(new File([Uint8Array.from(atob(bytes), (character) => character.charCodeAt(0))], name, { type }));
+  }
+  const event = kind === "paste" ? new ClipboardEvent(kind, { clipboardData: data, bubbles: true, cancelable: true })
+    : new DragEvent(kind, { dataTransfer: data, bubbles: true, cancelable: true });
+  document.querySelector("#input").dispatchEvent(event);
+  if (!event.defaultPrevented) throw new Error("the browser would open the file");
+}, [kind, files]);
+
 const picture = (page, name) => page.screenshot({ path: path.join(PICTURES, `${name}.png`) });
 
 // --- the tests ------------------------------------------------------------------------------------------
@@ -1048,6 +1064,116 @@ const tests = {
       server = first;
       await other.end("SIGTERM");
     }
+  },
+
+  async pictures_are_added_sent_and_kept_with_their_conversation() {
+    const other = await unicorn("page-pictures", "--model", path.resolve(IMAGES, "../gemma3-vision/vis-a"));
+    const first = server;
+    try {
+      other.start();
+      await other.ready();
+      server = other;
+      const page = await open();
+      await page.locator("#attach").waitFor();
+      await page.click("#open-parameters");
+      await page.fill("[name=max_tokens]", "8");
+      await page.click("dialog .primary");
+      const asked = [];
+      page.on("request", (request) => request.method() === "POST" && asked.push(request.postDataJSON()));
+      const alts = (where) => page.locator(`${where} img`).evaluateAll((all) => all.map(({ alt }) => alt));
+      const hold = (...names) => until(async () => JSON.stringify(await alts("#pictures")) === JSON.stringify(names), names.join());
+
+      const [chooser] = await Promise.all([page.waitForEvent("filechooser"), page.click("#attach")]);
+      await chooser.setFiles(["photo420.jpg", "rgb.png"].map((name) => path.join(IMAGES, name)));
+      await hold("photo420.jpg", "rgb.png");
+      await give(page, "drop", [{ name: "checker.png", url: `data:image/png;base64,${base64("checker.png")}` }]);
+      await hold("photo420.jpg", "rgb.png", "checker.png");
+      // A large picture becomes a smaller JPEG, and one in another format than the server's a JPEG.
+      const large = await page.evaluate(() => {
+        const canvas = Object.assign(document.createElement("canvas"), { width: 3000, height: 1000 });
+        canvas.getContext("2d").fillRect(0, 0, 1500, 1000);
+        return canvas.toDataURL("image/png");
+      });
+      await give(page, "paste", [{ name: "large.png", url: large }, { name: "bitmap.bmp", url: `data:image/bmp;base64,${base64("bitmap.bmp")}` }]);
+      await hold("photo420.jpg", "rgb.png", "checker.png", "large.png", "bitmap.bmp");
+      const size = await page.locator("#pictures img").nth(3).evaluate((image) => image.decode().then(() => [image.naturalWidth, image.naturalHeight]));
+      same(size, [1792, 597], "the size of the large picture");
+      await picture(page, "pictures-composer");
+      await give(page, "drop", [{ name: "notes.png", url: `data:image/png;base64,${btoa("no picture")}` }]);
+      await until(async () => (await page.innerText("#notice span")).includes("“notes.png” is not a picture"), "the refusal");
+
+      // With the keyboard alone.
+      const focused = () => page.evaluate(() => document.activeElement.ariaLabel ?? document.activeElement.id);
+      await page.focus("[aria-label='Remove rgb.png']");
+      await page.keyboard.press("Enter");
+      await hold("photo420.jpg", "checker.png", "large.png", "bitmap.bmp");
+      same(await focused(), "Remove checker.png", "focus");
+      await page.focus("[aria-label='Remove photo420.jpg']");
+      await page.keyboard.press("Enter");
+      await hold("checker.png", "large.png", "bitmap.bmp");
+
+      await ask(page, "next last command");
+      await answered(page);
+      await page.click("#notice >> text=Dismiss");
+      const content = asked[0].messages[0].content;
+      same(content.map(({ type }) => type), ["image_url", "image_url", "image_url", "text"], "the parts");
+      same(content[0].image_url.url, `data:image/png;base64,${base64("checker.png")}`, "a small file as it is");
+      for (const { image_url: { url } } of content.slice(1, 3)) check(url.startsWith("data:image/jpeg;base64,"), url.slice(0, 40));
+      same(content[3].text, "next last command", "the text");
+      same([await alts("#pictures"), await alts(".user .pictures")], [[], ["checker.png", "large.png", "bitmap.bmp"]], "where the pictures are");
+      await picture(page, "pictures");
+      await ask(page, "type move");
+      await answered(page);
+      same([asked[1].messages[0].content, asked[1].messages.at(-1).content], [content, "type move"], "the second turn's messages");
+
+      await page.reload();
+      await until(async () => (await page.locator(".turn").count()) === 4, "the conversation after a reload");
+      same(await alts(".user .pictures"), ["checker.png", "large.png", "bitmap.bmp"], "the pictures after a reload");
+      await page.locator("[data-act=edit]").first().click();
+      await hold("checker.png", "large.png", "bitmap.bmp");
+      await page.keyboard.press("Escape");
+      await hold();
+      await page.click("[data-act=export] >> visible=true");
+      const [, json] = await saved(page, "#export [value=json]");
+      const one = JSON.parse(json);
+      same(one.messages[0].content, content, "the exported message");
+      const body = JSON.stringify({ ...one, messages: one.messages.slice(0, 1) });
+      same((await fetch(`${server.url}v1/chat/completions/input_tokens`, { method: "POST", body })).status, 200, "status");
+      await page.click("[data-act=export] >> visible=true");
+      check((await saved(page, "#export [value=markdown]"))[1].includes("*Picture: checker.png*\n\n*Picture: large.png*"), "the Markdown names the pictures");
+
+      // A picture alone, sent while it is read.
+      await page.click("#new-chat");
+      await Promise.all([give(page, "paste", [{ name: "alone.png", url: large }]), page.keyboard.press("Enter")]);
+      await until(async () => (await page.locator(".turn").count()) === 2 || (await page.keyboard.press("Enter"), false), "the picture is sent");
+      await answered(page);
+      same(asked.at(-1).messages[0].content.map(({ type }) => type), ["image_url"], "the parts");
+      await listed(page, ["alone.png", "next last command"]);
+      same([page.problems, page.foreign], [[], []], "complaints and requests elsewhere");
+
+      await page.setViewportSize({ width: 360, height: 740 });
+      await page.setInputFiles("#files", ["wide.png", "tall.png", "photo422.jpg"].map((name) => path.join(IMAGES, name)));
+      await hold("wide.png", "tall.png", "photo422.jpg");
+      await picture(page, "pictures-360");
+      const wide = await page.evaluate(() => [document.documentElement, document.querySelector("#pane")].map((node) => node.scrollWidth - node.clientWidth));
+      same(wide, [0, 0], "pixels to scroll sideways");
+    } finally {
+      server = first;
+      await other.end("SIGTERM");
+    }
+  },
+
+  async a_model_for_text_says_why_it_takes_no_pictures() {
+    const page = await open();
+    await until(async () => (await page.innerText("#model")) === "unicorn-demo", "the page names the model");
+    check(await page.locator("#attach").isHidden(), "no button");
+    for (const kind of ["paste", "drop"]) {
+      await give(page, kind, [{ name: "rgb.png", url: `data:image/png;base64,${base64("rgb.png")}` }]);
+      await until(async () => (await page.locator("#notice span").innerText()) === "This model reads text only, and no pictures.", kind);
+      await page.click("#notice >> text=Dismiss");
+    }
+    same(await page.locator("#pictures img").count(), 0, "pictures");
+    same(page.problems, [], "complaints");
   },
 
   // This must be the last test: it stops the server of the other tests.

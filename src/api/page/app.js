@@ -5,6 +5,7 @@ import * as chat from "./chat.js";
 import { whenChanged } from "./conversations.js";
 import { offer } from "./export.js";
 import * as list from "./list.js";
+import * as pictures from "./pictures.js";
 import * as status from "./status.js";
 import { forget, recall, remember } from "./store.js";
 
@@ -93,11 +94,15 @@ for (const tab of tabs) {
 
 // --- begin ----------------------------------------------------------------------------------------------
 
+/** The models that read pictures. */
+let readers = new Set();
+
 /** Asks for the names of the models, and shows the one that was chosen last. The list is there while a model loads. */
 async function nameModel() {
   const { data } = await getJson("v1/models");
   // An alias is listed too, with the id of its model.
   const ids = data.filter(({ id, display_name: own }) => (own ?? id) === id).map(({ id }) => id);
+  readers = new Set(data.filter((one) => one.architecture?.input_modalities?.includes("image")).map(({ id }) => id));
   const last = recall("local", "model");
   const id = ids.includes(last) ? last : ids[0];
   const several = ids.length > 1;
@@ -111,6 +116,7 @@ async function nameModel() {
 function useModel(id) {
   document.title = `${id} · Unicorn`;
   chat.setModel(id);
+  pictures.allow(readers.has(id));
 }
 
 $("#models").addEventListener("change", ({ target }) => {
@@ -130,6 +136,7 @@ whenChanged((change, own) => {
   chat.hear(change, own);
   list.draw();
 });
+pictures.start();
 chat.start(set, nameModel, list.draw, offer);
 list.start(() => view($("#tab-chat")));
 status.start(tryToNameModel);

@@ -1,7 +1,7 @@
 // The conversation that is shown, and the answers that are being written: in this one, or in others that this tab has left
 // meanwhile. The server keeps nothing between requests, so every request carries all turns.
 //
-// A turn is {role, text} and, of an answer, also {state, note, thought, model, system}: state is "writing", "done", "stopped" or
+// A turn is {role, text}, with {images} of a question with pictures (pictures.js) and, of an answer, also {state, note, thought, model, system}: state is "writing", "done", "stopped" or
 // "failed", note is said below it, thought is what the model thought before the text, which is shown and not sent again;
 // model and system prompt are those that it was asked with. Whatever was written before an answer was stopped or failed
 // is part of the conversation.
@@ -13,6 +13,7 @@ import { streamChat } from "./api.js";
 import * as conversations from "./conversations.js";
 import { render } from "./markdown.js";
 import { say } from "./notice.js";
+import * as pictures from "./pictures.js";
 import { forget, recall } from "./store.js";
 
 /** Pixels from the end within which a reader counts as reading along. */
@@ -201,8 +202,15 @@ export async function hear({ id, version, asked, isBeingWritten }, own) {
 // --- asking ---------------------------------------------------------------------------------------------
 
 function ask() {
+  if (writing.has(shown)) return;
+  if (pictures.whenRead()) {
+    pictures.whenRead().then((all) => all && ask());
+    return;
+  }
   const text = input.value.trim();
-  if (!text || writing.has(shown)) return;
+  const images = pictures.held();
+  if (!text && !images.length) return;
+  if (images.length && pictures.areRefused()) return;
   if (shown.isWrittenElsewhere) {
     say("Another tab is writing an answer in this conversation. Your question went into a copy of it.");
     becomeOther(shown);
@@ -210,7 +218,7 @@ function ask() {
   }
   if (edited !== undefined) forgetFrom(edited);
   edit();
-  add({ role: "user", text });
+  add({ role: "user", text, ...(images.length && { images }) });
   answer();
 }
 
@@ -223,7 +231,7 @@ function answer() {
 
 async function write(conversation, own) {
   const { system, ...fields } = parameters();
-  const messages = conversation.turns.filter((turn) => turn.text).map(({ role, text }) => ({ role, content: text }));
+  const messages = conversation.turns.filter((turn) => turn.text || turn.images).map((turn) => ({ role: turn.role, content: conversations.contentOf(turn) }));
   if (system) messages.unshift({ role: "system", content: system });
   const turn = { role: "assistant", text: "", state: "writing", ...(system && { system }) };
   add(turn);
@@ -234,6 +242,8 @@ async function write(conversation, own) {
 
   const began = performance.now();
   const seen = {};
+  // A save writes all turns: pictures make it rarer, by a second for a megabyte.
+  const pause = SAVE_EVERY_MS + conversations.sizeOf(conversation.turns) / 1000;
   let saved = began;
   try {
     // A question may come before the page has heard the model's name.
@@ -251,7 +261,7 @@ async function write(conversation, own) {
       if (thought) turn.thought = (turn.thought ?? "") + thought;
       turn.text += content ?? "";
       draw();
-      if (now - saved < SAVE_EVERY_MS) continue;
+      if (now - saved < pause) continue;
       saved = now;
       keep(conversation);
     }
@@ -314,6 +324,8 @@ function fill(node, turn) {
   const text = node.querySelector(".text");
   if (turn.role === "user") {
     text.textContent = turn.text;
+    text.hidden = !turn.text;
+    showPictures(node.querySelector(".pictures"), turn.images ?? []);
     return;
   }
   node.dataset.state = turn.state;
@@ -322,6 +334,12 @@ function fill(node, turn) {
   node.querySelector(".note").textContent = turn.note ?? "";
   node.querySelector("[data-act=copy]").hidden = !turn.text;
   node.querySelector("[data-act=again]").textContent = turn.state === "failed" ? "Try again" : "Regenerate";
+}
+
+function showPictures(box, images) {
+  box.hidden = images.length === 0;
+  if (box.children.length === images.length && images.every(({ url }, i) => box.children[i].src === url)) return;
+  box.replaceChildren(...images.map(pictures.imageOf));
 }
 
 /** Shows what the model thought above its answer, folded. */
@@ -366,6 +384,7 @@ function edit(index) {
   edited = index;
   editing.hidden = index === undefined;
   input.value = index === undefined ? "" : shown.turns[index].text;
+  pictures.hold((index !== undefined && shown.turns[index].images) || []);
   grow();
   if (index !== undefined) input.focus();
 }
@@ -451,7 +470,7 @@ async function copy(button, text) {
 // --- what is kept ---------------------------------------------------------------------------------------
 
 const NOT_SAVED = {
-  full: "This conversation is not saved: pinned conversations take all the space that this page uses. Unpin or delete some.",
+  full: "This conversation is not saved: it and the pinned conversations take more space than this page uses. Unpin or delete some.",
   refused: "This conversation is not saved: the browser refuses to store more for this page. Delete some conversations, or free disk space.",
 };
 
@@ -466,7 +485,7 @@ async function keep(conversation) {
 }
 
 async function save(conversation) {
-  conversation.title ||= conversations.titleFrom(conversation.turns[0].text);
+  conversation.title ||= conversations.titleFrom(conversation.turns[0].text || conversation.turns[0].images[0].name);
   try {
     const isBeingWritten = writing.has(conversation) && !writing.get(conversation).outcome;
     const { version, dropped } = await conversations.save(conversation, isBeingWritten);

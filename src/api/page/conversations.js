@@ -53,8 +53,21 @@ export async function loadAll() {
 }
 
 export function areSound(turns) {
-  const isSound = (turn) => ["user", "assistant"].includes(turn?.role) && typeof turn.text === "string";
+  const isPicture = (one) => typeof one?.name === "string" && /^data:image\//.test(one.url);
+  const areNoneOrPictures = (images) => images === undefined || (Array.isArray(images) && images.every(isPicture));
+  const isSound = (turn) => ["user", "assistant"].includes(turn?.role) && typeof turn.text === "string" && areNoneOrPictures(turn.images);
   return Array.isArray(turns) && turns.every(isSound);
+}
+
+/** Characters of turns. */
+export const sizeOf = (turns) => turns.reduce((sum, { text, thought = "", system = "", images = [] }) =>
+  images.reduce((sum, { url }) => sum + url.length, sum + text.length + thought.length + system.length), 0);
+
+/** What the server reads of a turn, in OpenAI's format. */
+export function contentOf({ text, images }) {
+  if (!images) return text;
+  const parts = images.map(({ url }) => ({ type: "image_url", image_url: { url } }));
+  return text ? [...parts, { type: "text", text }] : parts;
 }
 
 /**
@@ -62,7 +75,7 @@ export function areSound(turns) {
  * the titles of the oldest conversations that were deleted to make room: none that is pinned. Throws `NotSaved`.
  */
 export async function save({ id, version, turns, title }, isBeingWritten) {
-  const size = turns.reduce((sum, { text, thought = "", system = "" }) => sum + text.length + thought.length + system.length, 0);
+  const size = sizeOf(turns);
   const saved = await transact("readwrite", async (stores) => {
     const old = await stores.conversations.get(id);
     if ((old?.version ?? 0) !== version) throw new NotSaved("conflict");

@@ -2,6 +2,7 @@
 //
 // JSON has all that the page keeps of a conversation, with messages that `/v1/chat/completions` accepts as they are.
 
+import { contentOf } from "./conversations.js";
 import { closed } from "./markdown.js";
 
 /** Characters of a file's name before its ending: at most 240 bytes, and file systems have 255. */
@@ -39,7 +40,7 @@ export function fileName(title) {
 export function asObject({ title, pinned, changed_ms: changed, turns }) {
   const { model, system } = lastAnswer(turns);
   const messages = turns.map((turn) => {
-    if (turn.role === "user") return { role: "user", content: turn.text };
+    if (turn.role === "user") return { role: "user", content: contentOf(turn) };
     const message = { role: "assistant", content: turn.text, reasoning_content: turn.thought, model: turn.model };
     if (turn.model && turn.system !== system) message.system = turn.system ?? "";
     return { ...message, state: turn.state, note: turn.note };
@@ -53,9 +54,10 @@ export function asMarkdown({ title, changed_ms: changed, turns }) {
   const parts = [`# ${plain(title)}`];
   if (changed) parts.push(`Last changed ${new Date(changed).toLocaleString("en", { dateStyle: "medium", timeStyle: "short" })}`);
   if (system) parts.push("## System prompt", closed(system.trimEnd()));
-  for (const { role, text, model, thought, state, note } of turns) {
+  for (const { role, text, images = [], model, thought, state, note } of turns) {
     parts.push(role === "user" ? "## You" : `## Answer${model ? ` (${plain(model)})` : ""}`);
     if (thought) parts.push("**Thought**", thought.trim().split(/\r\n?|\n/).map((line) => `> ${line}`).join("\n"));
+    for (const { name } of images) parts.push(`*Picture: ${plain(name)}*`);
     if (text) parts.push(closed(text.trimEnd()));
     if (role !== "user" && state !== "done" && note) parts.push(`*${plain(note)}*`);
   }

@@ -2,7 +2,8 @@
 //! nothing from any other server.
 //!
 //! The page's files are public, so they need no key; the page's requests to the API do. A content security policy
-//! allows scripts and styles from the page's own files only. It forbids every other origin, frames around the page, and
+//! allows scripts and styles from the page's own files only, and images from these or from `data:` URIs, which are the
+//! pictures of the user's messages. It forbids every other origin, frames around the page, and
 //! turning text into markup: what a model writes cannot become script.
 
 use axum::Router;
@@ -21,7 +22,7 @@ const TEXT: &str = "text/plain; charset=utf-8";
 const RUNNING: &str = "Ollama is running";
 
 /// Each file's name below `/page/`, its content type, and its content.
-const FILES: [(&str, &str, &str); 16] = [
+const FILES: [(&str, &str, &str); 17] = [
     ("style.css", STYLE, include_str!("style.css")),
     ("icon.svg", SVG, include_str!("icon.svg")),
     ("app.js", SCRIPT, include_str!("app.js")),
@@ -33,6 +34,7 @@ const FILES: [(&str, &str, &str); 16] = [
     ("markdown.js", SCRIPT, include_str!("markdown.js")),
     ("math.js", SCRIPT, include_str!("math.js")),
     ("notice.js", SCRIPT, include_str!("notice.js")),
+    ("pictures.js", SCRIPT, include_str!("pictures.js")),
     ("status.js", SCRIPT, include_str!("status.js")),
     ("store.js", SCRIPT, include_str!("store.js")),
     ("libraries.js", SCRIPT, include_str!("libraries/libraries.js")),
@@ -42,7 +44,7 @@ const FILES: [(&str, &str, &str); 16] = [
 
 /// Trusted types, where a browser supports them, make every way from text to markup an error.
 const POLICY: HeaderValue = HeaderValue::from_static(
-    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; base-uri 'none'; \
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; base-uri 'none'; \
      form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types 'none'",
 );
 
