@@ -289,7 +289,7 @@ fn a_step_that_others_wait_for_has_one_new_image() {
         assert!(prefill.is_empty() || prefill == [tokens], "{prefill:?}");
     }
     let alone: Vec<usize> = run(0).encodings().iter().map(|encoding| encoding.steps).collect();
-    assert_eq!(alone, [0, 0, 1, 1], "nothing waits for the step, but requests may arrive");
+    assert_eq!(alone, [0, 0, 1, 2], "two images while nothing decodes, then one a step");
 }
 
 /// Each step has a decode, which leaves no room for the image.

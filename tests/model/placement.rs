@@ -286,8 +286,8 @@ fn on_a_discrete_gpu_weights_stay_out_of_host_memory() {
     assert_eq!((refusal.obstacle, refusal.request.class), (Obstacle::Full, Class::Ffn));
 }
 
-/// The classes of a model's buffers. A dense model has no experts.
-const CLASSES: usize = Class::ALL.len() - 1;
+/// The classes of a model's buffers. A dense model of texts has neither experts nor a vision tower.
+const CLASSES: usize = Class::ALL.len() - 2;
 
 #[test]
 fn with_one_heap_everything_is_placed_there() {
