@@ -67,8 +67,8 @@ pub(super) enum Call<'a> {
     Wait,
     Draft(Cow<'a, [DraftRequest]>),
     Probe,
-    /// Encodes an image: the slot and the pixels.
-    EncodeImage(u32, Bytes<'a>),
+    /// Encodes an image: the slot, the width and height, and the pixels.
+    EncodeImage(u32, [usize; 2], Bytes<'a>),
 }
 
 /// The facts about the child's runner, sent once.

@@ -101,8 +101,8 @@ impl Runner for DeviceProcess {
         }
     }
 
-    fn encode_image(&mut self, slot: u32, pixels: &[u8]) -> Result<(), RunnerError> {
-        self.call(&Call::EncodeImage(slot, Bytes(Borrowed(pixels))))?;
+    fn encode_image(&mut self, slot: u32, size: [usize; 2], pixels: &[u8]) -> Result<(), RunnerError> {
+        self.call(&Call::EncodeImage(slot, size, Bytes(Borrowed(pixels))))?;
         match self.answer()? {
             Answer::Encoded => Ok(()),
             _ => Err(self.unexpected()),

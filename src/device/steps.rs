@@ -32,8 +32,8 @@ pub fn serve(mut channel: Channel, runner: &mut dyn Runner) -> io::Result<()> {
                 sampled.map(|sampled| Some(Answer::Sampled(sampled, runner.attention_path())))
             }
             Call::Draft(requests) => runner.draft(&requests).map(|tokens| Some(Answer::Drafted(tokens))),
-            Call::EncodeImage(slot, pixels) => {
-                runner.encode_image(slot, &pixels.0).map(|()| Some(Answer::Encoded))
+            Call::EncodeImage(slot, size, pixels) => {
+                runner.encode_image(slot, size, &pixels.0).map(|()| Some(Answer::Encoded))
             }
             Call::Probe => runner.probe().map(|()| Some(Answer::Probed)),
         };

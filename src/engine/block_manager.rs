@@ -889,7 +889,7 @@ mod tests {
 
     /// An image of three tokens.
     fn image(start: usize, n: u8) -> PromptImage {
-        PromptImage { positions: start..start + 3, hash: [n; 32], pixels: [].into() }
+        PromptImage { positions: start..start + 3, hash: [n; 32], size: [0; 2], pixels: [].into() }
     }
 
     #[test]

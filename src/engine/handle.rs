@@ -233,14 +233,18 @@ impl EngineHandle {
             return Err(SubmitError::ImagesScored);
         }
         let mut free = 0;
-        for PromptImage { positions, pixels, .. } in images {
+        for PromptImage { positions, size, pixels, .. } in images {
             assert!(
                 free <= positions.start && positions.end <= prompt.len(),
                 "images overlap, are not in order, or exceed the {} tokens of the prompt: {images:?}",
                 prompt.len()
             );
-            assert_eq!(positions.len(), limits.tokens, "tokens of an image");
-            assert_eq!(pixels.len(), limits.pixel_bytes(), "bytes of an image's pixels");
+            assert_eq!(
+                Some(positions.len()),
+                limits.tokens_of(*size),
+                "tokens of an image of {size:?} pixels"
+            );
+            assert_eq!(pixels.len(), 3 * size[0] * size[1], "bytes of an image's pixels");
             free = positions.end;
         }
         Ok(())

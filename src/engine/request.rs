@@ -73,11 +73,13 @@ pub type ImageHash = [u8; 32];
 /// An image in a prompt.
 #[derive(Clone, PartialEq, Eq)]
 pub struct PromptImage {
-    /// The positions of its tokens: [`ImageLimits::tokens`](crate::model::ImageLimits::tokens) of them.
+    /// The positions of its tokens: [`ImageLimits::tokens_of`](crate::model::ImageLimits::tokens_of) its size.
     pub positions: Range<usize>,
     /// Images with the same hash are taken for the same image.
     pub hash: ImageHash,
-    /// Red, green and blue, `[side, side, 3]`, as [`Runner::encode_image`](crate::model::Runner::encode_image) takes it.
+    /// The width and height in pixels.
+    pub size: [usize; 2],
+    /// Red, green and blue, `[height, width, 3]`, as [`Runner::encode_image`](crate::model::Runner::encode_image) takes it.
     pub pixels: Arc<[u8]>,
 }
 

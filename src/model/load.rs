@@ -7,7 +7,6 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::Limits;
 use super::arch;
 use super::config::{ConfigError, GenerationConfig};
 use super::layers::{DeviceLayer, Scratch, device_buffer};
@@ -24,6 +23,7 @@ use super::step::Frame;
 use super::tensors::{Biases, Inputs, Layer, Norms, Projections, RouterTensors, TensorSpec};
 use super::vision::{Tower, TowerLoad, TowerRequest, VisionSpec, VisionTensors};
 use super::weights::{Weights, WeightsError};
+use super::{ImageBudget, Limits};
 use crate::checkpoint::{Checkpoint, CheckpointError, LayerValues, Manifest, ModelFiles, Tensor};
 use crate::gpu::placement::{self, Class, MemoryKind, Plan};
 use crate::gpu::residency::{self, Residency};
@@ -77,6 +77,7 @@ pub struct LoadOptions {
     pub offload: Option<OffloadLimits>,
     /// Whether the tower that reads images is loaded.
     pub vision: VisionMode,
+    pub image_budget: ImageBudget,
 }
 
 impl Default for LoadOptions {
@@ -101,6 +102,7 @@ impl Default for LoadOptions {
             max_shard_bytes: None,
             offload: None,
             vision: VisionMode::Off,
+            image_budget: ImageBudget::default(),
         }
     }
 }
@@ -215,6 +217,7 @@ impl ModelRunner {
             spec,
             scheme: TowerRequest::scheme_of(options.precision, is_bf16(tensors)),
             precision: options.precision,
+            budget: options.image_budget,
         });
         let mut request = MemoryRequest {
             config: &source.config,

@@ -41,8 +41,8 @@ pub use crate::gpu::Counts;
 pub(crate) use offload::longest_chunk;
 pub(crate) use runner::words;
 pub use runner::{
-    Batch, BatchSequence, BlockCopy, BlockList, DraftRequest, Draw, HistoryCopy, ImageLimits, ImageSpan,
-    Input, KvLimits, KvPool, Limits, Logprobs, MAX_BIASES, MAX_LOGPROBS, Pooling, Runner, RunnerError,
-    RunnerFactory, Sampled, Sampling, Ticket, first_seen,
+    Batch, BatchSequence, BlockCopy, BlockList, DraftRequest, Draw, HistoryCopy, ImageBudget, ImageLimits,
+    ImageSizes, ImageSpan, Input, KvLimits, KvPool, Limits, Logprobs, MAX_BIASES, MAX_LOGPROBS, Pooling,
+    Runner, RunnerError, RunnerFactory, Sampled, Sampling, Ticket, first_seen,
 };
 pub use sampling::{SamplingOptions, SamplingParams};

@@ -550,9 +550,9 @@ impl Runner for ModelRunner {
         Ok(self.frames[index].results())
     }
 
-    fn encode_image(&mut self, slot: u32, pixels: &[u8]) -> Result<(), RunnerError> {
+    fn encode_image(&mut self, slot: u32, size: [usize; 2], pixels: &[u8]) -> Result<(), RunnerError> {
         let tower = self.vision.as_mut().expect("an image for a model that takes some");
-        Ok(tower.encode(slot, pixels)?)
+        Ok(tower.encode(slot, size, pixels)?)
     }
 
     fn probe(&mut self) -> Result<(), RunnerError> {

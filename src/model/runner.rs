@@ -77,21 +77,89 @@ pub struct Limits {
     pub images: Option<ImageLimits>,
 }
 
-/// How a model takes images: all of one size, and with the same number of tokens.
+/// How a model takes images.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ImageLimits {
-    /// Width and height of an image in pixels.
-    pub side: usize,
-    /// Tokens of an image, at most [`Limits::max_batch_tokens`].
+    pub sizes: ImageSizes,
+    /// The most tokens of an image, at most [`Limits::max_batch_tokens`].
     pub tokens: usize,
-    /// Number of slots that keep the embeddings of an image: no fewer than a step has room for images.
+    /// The most tokens of an image whose request does not ask for more or fewer; at most `tokens`.
+    pub usual_tokens: usize,
+    /// Number of slots that keep the embeddings of an image.
     pub slots: usize,
 }
 
+/// The sizes of the images that a model takes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub enum ImageSizes {
+    /// Every image is made a square of `side` pixels, and has [`ImageLimits::tokens`] tokens.
+    Fixed { side: usize },
+    /// An image nearly keeps its aspect. Both sides are multiples of `unit` pixels, and each square of `unit` pixels is a
+    /// token.
+    ByTokens { unit: usize },
+}
+
+/// How many tokens an image may have, in a model that lets a request choose. One of [`ImageBudget::ALL`] each.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ImageBudget {
+    /// Without a choice.
+    pub usual: usize,
+    /// At most.
+    pub most: usize,
+}
+
+impl ImageBudget {
+    /// The numbers of tokens that models are trained with, from the least to the most.
+    pub const ALL: [usize; 5] = [70, 140, 280, 560, 1120];
+}
+
+impl Default for ImageBudget {
+    fn default() -> Self {
+        ImageBudget { usual: 280, most: 1120 }
+    }
+}
+
 impl ImageLimits {
-    /// Bytes of an image's pixels, `[side, side, 3]`.
-    pub fn pixel_bytes(&self) -> usize {
-        3 * self.side * self.side
+    /// The width and height in the model of an image of `[width, height]` pixels, with at most `budget` tokens. Both sides
+    /// must be positive.
+    ///
+    /// The formula is that of transformers' `get_aspect_ratio_preserving_size`, in the same order of operations.
+    pub fn fit(&self, [width, height]: [usize; 2], budget: usize) -> [usize; 2] {
+        let unit = match self.sizes {
+            ImageSizes::Fixed { side } => return [side; 2],
+            ImageSizes::ByTokens { unit } => unit,
+        };
+        let budget = budget.min(self.tokens);
+        let target = (budget * unit * unit) as f64;
+        let factor = (target / (width * height) as f64).sqrt();
+        let units = |side: usize| (factor * side as f64 / unit as f64).floor() as usize;
+        let (across, down) = match (units(width), units(height)) {
+            // A very long image is one unit high.
+            (_, 0) => ((width / height).min(budget), 1),
+            (0, _) => (1, (height / width).min(budget)),
+            both => both,
+        };
+        [unit * across, unit * down]
+    }
+
+    /// Bytes of the pixels of an image with that many tokens, 3 for each pixel.
+    pub fn pixel_bytes(&self, tokens: usize) -> usize {
+        match self.sizes {
+            ImageSizes::Fixed { side } => 3 * side * side,
+            ImageSizes::ByTokens { unit } => 3 * unit * unit * tokens,
+        }
+    }
+
+    /// The tokens of an image of that width and height. `None` if the model takes no such image.
+    pub fn tokens_of(&self, [width, height]: [usize; 2]) -> Option<usize> {
+        let tokens = match self.sizes {
+            ImageSizes::Fixed { side } => (width == side && height == side).then_some(self.tokens)?,
+            ImageSizes::ByTokens { unit } => {
+                let is_whole = width.is_multiple_of(unit) && height.is_multiple_of(unit);
+                is_whole.then_some((width / unit) * (height / unit))?
+            }
+        };
+        (1..=self.tokens).contains(&tokens).then_some(tokens)
     }
 }
 
@@ -383,10 +451,16 @@ pub trait Runner: Send {
     }
 
     /// Computes the embeddings of an image, and keeps them in a slot of [`ImageLimits::slots`] until another image takes
-    /// it. `pixels` are red, green and blue of `[side, side]`, rows from top to bottom. Blocks until they are computed;
-    /// bounded in time. Steps in flight still read the slot's old embeddings. Panics if [`Limits::images`] is `None`.
-    fn encode_image(&mut self, slot: u32, pixels: &[u8]) -> Result<(), RunnerError> {
-        panic!("an image of {} bytes for slot {slot} of a model that takes none", pixels.len())
+    /// it. `pixels` are red, green and blue of `[height, width]`, rows from top to bottom. Blocks until they are computed;
+    /// bounded in time. Steps in flight still read the slot's old embeddings. Panics if [`Limits::images`] is `None` or does
+    /// not have this size.
+    fn encode_image(
+        &mut self,
+        slot: u32,
+        [width, height]: [usize; 2],
+        _pixels: &[u8],
+    ) -> Result<(), RunnerError> {
+        panic!("an image of {width} * {height} pixels for slot {slot} of a model that takes none")
     }
 
     /// Whether there is a draft model, which drafts what this model will draw.

@@ -12,7 +12,7 @@ use std::time::Duration;
 use super::error::SessionError;
 use crate::engine::PromptImage;
 use crate::image::{Filter, ImageError, Limits, decode, file_of};
-use crate::model::ImageLimits;
+use crate::model::{ImageLimits, ImageSizes};
 
 /// The most pictures that are decoded at the same time: one takes up to 1.5 GB for a few seconds.
 const DECODED_AT_ONCE: usize = 2;
@@ -51,7 +51,6 @@ impl Image {
         let file = file_of(&self.file, file_limits.max_bytes).map_err(problem)?;
         let picture = {
             let _turn = DecoderTurn::take()?;
-            let side = u32::try_from(limits.side).expect("a model's image has few pixels");
             let picture = decode(&file, &file_limits).map_err(problem)?;
             let size = u64::from(picture.width()) * u64::from(picture.height());
             *pixels = pixels.checked_sub(size).ok_or_else(|| {
@@ -61,10 +60,16 @@ impl Image {
                 );
                 SessionError::invalid(&self.param, problem)
             })?;
-            picture.resize(side, side, Filter::Bilinear)
+            let size = [picture.width() as usize, picture.height() as usize];
+            let [width, height] = limits.fit(size, limits.usual_tokens);
+            let filter = match limits.sizes {
+                ImageSizes::Fixed { .. } => Filter::Bilinear,
+                ImageSizes::ByTokens { .. } => Filter::Bicubic,
+            };
+            picture.resize(width as u32, height as u32, filter)
         };
-        let hash = picture.sha256();
-        Ok(PromptImage { positions, hash, pixels: picture.into_pixels().into() })
+        let (size, hash) = ([picture.width() as usize, picture.height() as usize], picture.sha256());
+        Ok(PromptImage { positions, hash, size, pixels: picture.into_pixels().into() })
     }
 }
 

@@ -287,7 +287,8 @@ impl Service {
         if tokens >= context {
             return Err(context_exceeded(tokens, context));
         }
-        let held = HeldImages::take(prompt.images.len() * limits.pixel_bytes())?;
+        let bytes = prompt.images.iter().map(|(at, _)| limits.pixel_bytes(at.len())).sum();
+        let held = HeldImages::take(bytes)?;
         let images = prompt.images.iter().map(|(at, image)| (at.clone(), &request.images[*image]));
         Ok((images::decoded(images, &limits)?, Some(held)))
     }

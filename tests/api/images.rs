@@ -12,7 +12,8 @@ use unicorn::session::{GenerateRequest, Image, Service, SessionError, Truncation
 use unicorn::text::{Content, Message, Part};
 
 use crate::support::app::{
-    IMAGES, app_that_says, app_that_takes_images, image_limits, recorded, service_with, shows_its_prompt,
+    IMAGE_SIDE, IMAGES, app_that_says, app_that_takes_images, image_limits, recorded, service_with,
+    shows_its_prompt,
 };
 use crate::support::fake_runner::kv_with;
 use crate::support::http::{assert_at_rest, get, post_to, send_json};
@@ -81,9 +82,9 @@ fn prepared_requests_have_the_resized_pixels_of_each_image() {
     assert_eq!(engine.images.len(), 3);
     for (image, name) in engine.images.iter().zip(["rgba.png", "photo420.jpg", "rgba.png"]) {
         let picture = decode(&picture_file(name), &FileLimits::default()).expect("a picture");
-        let picture = picture.resize(IMAGES.side as u32, IMAGES.side as u32, Filter::Bilinear);
+        let picture = picture.resize(IMAGE_SIDE as u32, IMAGE_SIDE as u32, Filter::Bilinear);
         assert_eq!((&image.pixels[..], image.hash), (picture.pixels(), picture.sha256()), "{name}");
-        assert_eq!(image.pixels.len(), IMAGES.pixel_bytes());
+        assert_eq!(image.pixels.len(), IMAGES.pixel_bytes(IMAGES.tokens));
         assert!(engine.prompt[image.positions.clone()].iter().all(|id| *id == soft));
         assert_eq!(image.positions.len(), IMAGES.tokens);
     }

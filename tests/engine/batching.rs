@@ -98,7 +98,7 @@ fn sequences_with_images(model: &ModelRunner) -> Vec<Sequence> {
         let image = |(start, name): (usize, &&str)| {
             let pixels: Vec<u8> = pixels.view(&format!("u8.{name}"));
             let hash = Rgb::new(112, 112, pixels.clone()).sha256();
-            PromptImage { positions: start..start + tokens, hash, pixels: pixels.into() }
+            PromptImage { positions: start..start + tokens, hash, size: [112; 2], pixels: pixels.into() }
         };
         let images: Vec<_> = starts.zip(images).map(image).collect();
         let params = SamplingParams { logprobs: Some(2), ..SamplingParams::GREEDY };

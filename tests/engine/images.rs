@@ -8,7 +8,7 @@ use unicorn::engine::{
     Engine, EngineConfig, EngineError, EngineHandle, EngineState, Event, Fork, KeepAlive, PromptImage,
     Request, SchedulerConfig, Sequence, SubmitError, TokenStream,
 };
-use unicorn::model::{Batch, ImageLimits, ImageSpan, Limits, SamplingParams};
+use unicorn::model::{Batch, ImageLimits, ImageSizes, ImageSpan, Limits, SamplingParams};
 
 use crate::support::driver::{Driver, plain_sequence};
 use crate::support::engine::{END, assert_all_free, collect, image_at, request};
@@ -27,9 +27,14 @@ fn limits(slots: usize) -> Limits {
         max_draws: 8,
         max_in_flight: 2,
         kv: kv_with(200, 64),
-        images: Some(ImageLimits { side: 1, tokens: TOKENS, slots }),
+        images: Some(image_limits(TOKENS, slots)),
         ..fake_limits()
     }
+}
+
+/// Images of one size, with so many tokens each.
+fn image_limits(tokens: usize, slots: usize) -> ImageLimits {
+    ImageLimits { sizes: ImageSizes::Fixed { side: 1 }, tokens, usual_tokens: tokens, slots }
 }
 
 fn image(start: usize, n: u8) -> PromptImage {
@@ -254,11 +259,8 @@ fn a_chunk_ends_before_an_image_that_it_has_no_room_for() {
 #[test]
 fn a_step_that_others_wait_for_has_one_new_image() {
     let tokens = 20;
-    let limits = |slots| Limits {
-        max_batch_tokens: 90,
-        images: Some(ImageLimits { side: 1, tokens, slots }),
-        ..limits(slots)
-    };
+    let limits =
+        |slots| Limits { max_batch_tokens: 90, images: Some(image_limits(tokens, slots)), ..limits(slots) };
     let prompt = |n: u8| {
         let images = vec![image_at(0, tokens, n), image_at(tokens, tokens, n + 1)];
         Prompt { images, ids: vec![7; 2 * tokens + 1] }

@@ -18,7 +18,7 @@ use unicorn::engine::{
 };
 use unicorn::model::offload::LEAST_TOKENS;
 use unicorn::model::{
-    Batch, Draw, ImageLimits, Input, KvLimits, KvPool, Limits, Logprobs, Runner, SamplingParams,
+    Batch, Draw, ImageLimits, ImageSizes, Input, KvLimits, KvPool, Limits, Logprobs, Runner, SamplingParams,
 };
 
 use crate::support::driver::plain_sequence;
@@ -1442,10 +1442,10 @@ fn random_limits(rng: &mut ChaCha8Rng) -> Limits {
         vocab_size: 512,
         hidden_size: 3,
         step_bytes: Vec::new(),
-        images: rng.random_bool(0.7).then(|| ImageLimits {
-            side: 1,
-            tokens: rng.random_range(1..=max_batch_tokens.min(12)),
-            slots: rng.random_range(1..4),
+        images: rng.random_bool(0.7).then(|| {
+            let tokens = rng.random_range(1..=max_batch_tokens.min(12));
+            let slots = rng.random_range(1..4);
+            ImageLimits { sizes: ImageSizes::Fixed { side: 1 }, tokens, usual_tokens: tokens, slots }
         }),
     }
 }

@@ -8,7 +8,7 @@ use unicorn::model::arch::{self, open_files};
 use unicorn::model::load::LoadOptions;
 use unicorn::model::model_runner::ModelRunner;
 use unicorn::model::vision::TowerRequest;
-use unicorn::model::{ImageSpan, Runner};
+use unicorn::model::{ImageBudget, ImageSizes, ImageSpan, Runner};
 use unicorn::tensor::{KvDtype, Precision, Scheme, VisionMode};
 
 use crate::support::data;
@@ -38,8 +38,11 @@ impl Case {
         load(&self.folder, &LoadOptions { vision: VisionMode::On, ..*options })
     }
 
-    fn pixels(&self, image: &str) -> Vec<u8> {
-        self.images.view(&format!("u8.{image}"))
+    /// Computes the embeddings of an image into a slot.
+    fn encode_image(&self, model: &mut ModelRunner, slot: u32, image: &str) {
+        let name = format!("u8.{image}");
+        let [height, width] = self.images.shape(&name)[..2] else { panic!("{name}: a shape") };
+        model.encode_image(slot, [width, height], &self.images.view::<u8>(&name)).unwrap();
     }
 
     /// The names of the prompts.
@@ -53,7 +56,7 @@ impl Case {
         let spans = of["image_spans"].as_array().unwrap();
         let mut images = Vec::new();
         for ((slot, name), span) in (0..).zip(of["images"].as_array().unwrap()).zip(spans) {
-            model.encode_image(slot, &self.pixels(name.as_str().unwrap())).unwrap();
+            self.encode_image(model, slot, name.as_str().unwrap());
             let [start, tokens] = [0, 1].map(|i| span[i].as_u64().unwrap() as usize);
             images.push(ImageSpan { start, tokens, slot, row: 0 });
         }
@@ -81,7 +84,7 @@ fn the_tower_computes_the_embeddings_of_transformers() {
         for (i, image) in (0..).zip(images) {
             // Another image is in the slot until then, but for the first ones.
             let slot = i % slots.min(3);
-            model.encode_image(slot, &case.pixels(image)).unwrap();
+            case.encode_image(&mut model, slot, image);
             let found = model.image_embeddings(slot).unwrap();
             let expected: Vec<f32> = case.goldens.view(&format!("image_features.{image}"));
             let off = max_difference(&found, &expected);
@@ -154,7 +157,7 @@ fn a_fast_tower_is_near_the_exact_one() {
         let options = LoadOptions { precision: Precision::Fast, kv: KvDtype::F16, ..LoadOptions::default() };
         let mut model = case.load(&options);
         for image in ["photo420", "rgb", "one"] {
-            model.encode_image(1, &case.pixels(image)).unwrap();
+            case.encode_image(&mut model, 1, image);
             let found = model.image_embeddings(1).unwrap();
             let expected: Vec<f32> = case.goldens.view(&format!("image_features.{image}"));
             let square =
@@ -178,7 +181,7 @@ fn a_tower_is_loaded_if_it_is_wanted_and_there() {
     assert_eq!(limits(VisionMode::Off), None);
     for mode in [VisionMode::Auto, VisionMode::On] {
         let images = limits(mode).expect("images");
-        assert_eq!((images.side, images.tokens, images.pixel_bytes()), (112, 16, 112 * 112 * 3));
+        assert_eq!((images.sizes, images.tokens), (ImageSizes::Fixed { side: 112 }, 16));
     }
     let text = data("gemma3/tiny-a");
     let auto = LoadOptions { vision: VisionMode::Auto, ..LoadOptions::default() };
@@ -216,7 +219,7 @@ fn embeddings_are_the_same_in_every_slot_and_after_others() {
     let mut first: Vec<Option<Vec<u32>>> = vec![None; names.len()];
     for slot in (0..slots).chain([1, 0]) {
         let which = slot as usize % names.len();
-        model.encode_image(slot, &case.pixels(names[which])).unwrap();
+        case.encode_image(&mut model, slot, names[which]);
         let found = bits(&mut model, slot);
         assert_eq!(*first[which].get_or_insert_with(|| found.clone()), found, "slot {slot}");
     }
@@ -245,13 +248,14 @@ fn the_tower_of_a_27b_takes_less_than_a_gigabyte() {
     let tower = spec.vision.as_ref().unwrap().as_ref().unwrap();
     let elements: usize = tower.tensors().iter().map(|tensor| tensor.shape.iter().product::<usize>()).sum();
     assert_eq!(elements, 416_866_032 + 1152 + 1152 * 5376, "the tower's parameters and the projector's");
-    let request = TowerRequest { spec: tower, scheme: Scheme::Int8Row, precision: Precision::Fast };
+    let budget = ImageBudget::default();
+    let request = TowerRequest { spec: tower, scheme: Scheme::Int8Row, precision: Precision::Fast, budget };
     let all: u64 = request.requests(336).iter().map(|request| request.bytes).sum();
     let weights = request.weight_bytes();
     println!("{weights} bytes of weights, {all} bytes in all");
     assert!((430_000_000..480_000_000).contains(&weights) && all < 1_000_000_000);
     let limits = request.limits(336);
-    assert_eq!((limits.side, limits.tokens, limits.slots), (896, 256, 8));
+    assert_eq!((limits.sizes, limits.tokens, limits.slots), (ImageSizes::Fixed { side: 896 }, 256, 8));
 }
 
 // --- towers in GGUF files of their own ----------------------------------------------------------------------
@@ -300,7 +304,7 @@ fn text(text: &str) -> Vec<u8> {
 /// The largest difference of the embeddings of some images from those of transformers.
 fn off_embeddings(case: &Case, model: &mut ModelRunner) -> f32 {
     let off = ["photo420", "rgb", "one", "checker"].map(|image| {
-        model.encode_image(0, &case.pixels(image)).unwrap();
+        case.encode_image(model, 0, image);
         let expected: Vec<f32> = case.goldens.view(&format!("image_features.{image}"));
         max_difference(&model.image_embeddings(0).unwrap(), &expected)
     });

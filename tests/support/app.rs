@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 use unicorn::api::{self, AccessPolicy, Options, Server};
 use unicorn::engine::{Engine, EngineConfig, EngineHandle};
 use unicorn::library::ModelCard;
-use unicorn::model::{ImageLimits, Limits, SamplingOptions};
+use unicorn::model::{ImageLimits, ImageSizes, Limits, SamplingOptions};
 use unicorn::session::Service;
 use unicorn::text::{CallFormat, ChatFiles, ChatTemplate, Tokenizer};
 
@@ -133,7 +133,9 @@ fn loaded_as(
 }
 
 /// How the scripted model takes images, if it does.
-pub const IMAGES: ImageLimits = ImageLimits { side: 28, tokens: 16, slots: 4 };
+pub const IMAGES: ImageLimits =
+    ImageLimits { sizes: ImageSizes::Fixed { side: IMAGE_SIDE }, tokens: 16, usual_tokens: 16, slots: 4 };
+pub const IMAGE_SIDE: usize = 28;
 
 /// The limits of a model that takes images. It has embeddings for the tokens of images.
 pub fn image_limits() -> Limits {

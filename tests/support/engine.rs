@@ -15,7 +15,7 @@ pub fn request(prompt: &[u32], max_tokens: usize) -> Request {
 
 /// Image `n` of one pixel, at `tokens` positions from `start` on.
 pub fn image_at(start: usize, tokens: usize, n: u8) -> PromptImage {
-    PromptImage { positions: start..start + tokens, hash: [n; 32], pixels: [n; 3].into() }
+    PromptImage { positions: start..start + tokens, hash: [n; 32], size: [1; 2], pixels: [n; 3].into() }
 }
 
 /// The ids of all token events, and the last event.

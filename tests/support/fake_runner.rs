@@ -474,9 +474,10 @@ impl Runner for FakeRunner {
         Ok(sampled)
     }
 
-    fn encode_image(&mut self, slot: u32, pixels: &[u8]) -> Result<(), RunnerError> {
+    fn encode_image(&mut self, slot: u32, size: [usize; 2], pixels: &[u8]) -> Result<(), RunnerError> {
         let limits = self.limits.images.expect("the model takes images");
-        assert_eq!(pixels.len(), limits.pixel_bytes(), "bytes of pixels");
+        let tokens = limits.tokens_of(size).expect("a size that the model takes");
+        assert_eq!(pixels.len(), limits.pixel_bytes(tokens), "bytes of pixels");
         assert!(self.unmasked.is_none(), "an image was encoded before the masks of the last step");
         // Steps in flight have read the slot when they were submitted.
         self.images[slot as usize] = Some(embeddings(pixels));

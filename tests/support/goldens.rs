@@ -31,6 +31,11 @@ impl Goldens {
         tensor.data().chunks_exact(size_of::<T>()).map(bytemuck::pod_read_unaligned).collect()
     }
 
+    pub fn shape(&self, name: &str) -> Vec<usize> {
+        let file = safetensors::SafeTensors::deserialize(&self.0).unwrap();
+        file.tensor(name).unwrap_or_else(|e| panic!("{name}: {e}")).shape().to_vec()
+    }
+
     pub fn has(&self, name: &str) -> bool {
         safetensors::SafeTensors::deserialize(&self.0).unwrap().tensor(name).is_ok()
     }

@@ -39,7 +39,9 @@ impl Step {
 
     /// Encodes the images of the step that no slot has. Each step does this once, in the order of the steps.
     pub(in crate::engine) fn encode_images(&self, runner: &mut dyn Runner) -> Result<(), RunnerError> {
-        self.encodings.iter().try_for_each(|(slot, image)| runner.encode_image(*slot, &image.pixels))
+        self.encodings
+            .iter()
+            .try_for_each(|(slot, image)| runner.encode_image(*slot, image.size, &image.pixels))
     }
 
     /// The number of images of the step whose embeddings a slot had already, for each share that has the image.

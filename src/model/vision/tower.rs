@@ -18,7 +18,7 @@ use crate::kernels::{
     Matrix, Operand, PartItems, Partials, Quantized, RmsNorm, Room, Run, ShareArrays, Shares, StepArrays,
     Tiles, UploadError, VisionKernels, partial_width,
 };
-use crate::model::ImageLimits;
+use crate::model::{ImageBudget, ImageLimits, ImageSizes};
 use crate::quantize::{Rounding, pack_tiles};
 use crate::tensor::{DType, KvDtype, Precision, Scheme, TILE_ROWS};
 
@@ -36,6 +36,7 @@ pub struct TowerRequest<'a> {
     /// The scheme of all matrices on the device.
     pub scheme: Scheme,
     pub precision: Precision,
+    pub budget: ImageBudget,
 }
 
 impl TowerRequest<'_> {
@@ -53,7 +54,8 @@ impl TowerRequest<'_> {
     pub fn limits(&self, max_batch_tokens: usize) -> ImageLimits {
         let tokens = self.spec.tokens();
         let slots = LEAST_SLOTS.max(max_batch_tokens.div_ceil(tokens) + 1);
-        ImageLimits { side: self.spec.image_size, tokens, slots }
+        let sizes = ImageSizes::Fixed { side: self.spec.image_size };
+        ImageLimits { sizes, tokens, usual_tokens: tokens, slots }
     }
 
     fn kv(&self) -> KvDtype {
@@ -624,8 +626,14 @@ impl Tower {
     }
 
     /// Computes the embeddings of an image into a slot. `pixels` are `[image_size, image_size, 3]`.
-    pub(in crate::model) fn encode(&mut self, slot: u32, pixels: &[u8]) -> Result<(), GpuError> {
-        assert_eq!(pixels.len(), 3 * self.spec.image_size.pow(2), "the pixels of an image");
+    pub(in crate::model) fn encode(
+        &mut self,
+        slot: u32,
+        size: [usize; 2],
+        pixels: &[u8],
+    ) -> Result<(), GpuError> {
+        assert_eq!(size, [self.spec.image_size; 2], "the size of an image");
+        assert_eq!(pixels.len(), 3 * size[0] * size[1], "the pixels of an image");
         // The last image was waited for, so the device no longer reads its pixels.
         self.pixels.write(0, pixels);
         let mut closing = self.closing.take().expect("it is not being recorded");
