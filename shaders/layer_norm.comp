@@ -1,4 +1,4 @@
-// hidden[t] = hidden[t] + x[t] + bias, and then y[t, i] = (hidden[t, i] - mean) / sqrt(variance + eps) * weight[i] + shift[i],
+// hidden[t] = hidden[t] + x[t] + bias, without x if RESIDUAL is 0, and then y[t, i] = (hidden[t, i] - mean) / sqrt(variance + eps) * weight[i] + shift[i],
 // with the mean and the variance of hidden[t].
 //
 //   default  y f32
@@ -20,8 +20,10 @@
 
 layout(local_size_x = INVOCATIONS) in;
 
+layout(constant_id = 0) const uint RESIDUAL = 1;
+
 layout(push_constant, std430) uniform Push {
-    ReadVec4s x;
+    ReadVec4s x_or_none;
     ReadFloats bias;
     Vec4s hidden;
     ReadFloats weight;
@@ -56,7 +58,9 @@ void main() {
         float sum = 0.0;
         for (uint column = 4 * lane_of(turn); column < last; column += 4 * WORKGROUP) {
             const uint at = from + column / 4;
-            const vec4 value = within(hidden.at[at] + (x.at[at] + four_at(bias, column)), column);
+            vec4 added = four_at(bias, column);
+            if (RESIDUAL == 1) added = x_or_none.at[at] + added;
+            const vec4 value = within(hidden.at[at] + added, column);
             hidden.at[at] = value;
             sum += (value.x + value.y) + (value.z + value.w);
         }

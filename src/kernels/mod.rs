@@ -36,7 +36,7 @@ pub use sampling::{
     Bias, DrawArrays, DrawScratch, History, LOGPROB_WORDS, Logits, MAX_LOGPROBS, NO_TOKEN, SampleRequest,
     draw_words, mask_words,
 };
-pub use vision::{LayerNorm, PixelScale, VisionKernels};
+pub use vision::{GridTables, LayerNorm, PixelScale, Standardize, VisionKernels};
 pub use weights::{Embedding, Matrix, UploadError};
 
 use std::ops::Range;

@@ -21,7 +21,7 @@ use super::self_test::{self, SelfTest, Traits};
 use super::spec::{LayerSpec, Mixture, ModelSpec, NormWeight, each_once};
 use super::step::Frame;
 use super::tensors::{Biases, Inputs, Layer, Norms, Projections, RouterTensors, TensorSpec};
-use super::vision::{Tower, TowerLoad, TowerRequest, VisionSpec, VisionTensors};
+use super::vision::{Tower, TowerLoad, TowerRequest, VisionSpec};
 use super::weights::{Weights, WeightsError};
 use super::{ImageBudget, Limits};
 use crate::checkpoint::{Checkpoint, CheckpointError, LayerValues, Manifest, ModelFiles, Tensor};
@@ -213,9 +213,9 @@ impl ModelRunner {
         if let (Some(_), Some(file)) = (&tower, source.files.tower()) {
             tracing::info!("the model reads images with the vision tower in {}", file.display());
         }
-        let vision = tower.as_ref().map(|(spec, tensors)| TowerRequest {
-            spec,
-            scheme: TowerRequest::scheme_of(options.precision, is_bf16(tensors)),
+        let vision = tower.as_ref().map(|found| TowerRequest {
+            spec: found.0,
+            scheme: TowerRequest::scheme_of(options.precision, is_bf16(found)),
             precision: options.precision,
             budget: options.image_budget,
         });
@@ -247,7 +247,7 @@ impl ModelRunner {
         if let (Some(vision), None) = (&request.vision, limits.images) {
             return Err(LoadError::Option(format!(
                 "an image has {} tokens, and the context {}: ask for a longer one (--context), or use --vision off",
-                vision.spec.tokens(),
+                vision.most_tokens(),
                 limits.max_context
             )));
         }
@@ -478,7 +478,7 @@ impl<'a> Source<'a> {
     ) -> Result<Option<Scheme>, LoadError> {
         let options = LoadOptions { vision: mode, precision, ..LoadOptions::default() };
         let (tower, _) = self.tower(&self.weights()?, &options, has_draft)?;
-        Ok(tower.map(|(_, tensors)| TowerRequest::scheme_of(precision, is_bf16(&tensors))))
+        Ok(tower.map(|found| TowerRequest::scheme_of(precision, is_bf16(&found))))
     }
 
     /// All tensors of the model, with a log line about defects and skipped tensors. Refuses a shape that the kernels
@@ -508,18 +508,17 @@ impl<'a> Source<'a> {
 }
 
 /// A tower of a checkpoint, and its tensors.
-type FoundTower<'s, 'w> = (&'s VisionSpec, VisionTensors<Tensor<'w>>);
+type FoundTower<'s, 'w> = (&'s VisionSpec, Vec<Tensor<'w>>);
 
 /// Whether all matrices of a tower are bf16.
-fn is_bf16(tensors: &VisionTensors<Tensor<'_>>) -> bool {
-    // Positions are added, and multiply nothing.
-    let position = tensors.position_embedding.name;
-    let mut matrices = tensors.iter().filter(|tensor| tensor.shape.len() > 1 && tensor.name != position);
-    matrices.all(|tensor| tensor.scheme().ok() == Some(Scheme::Bf16))
+fn is_bf16((spec, tensors): &FoundTower<'_, '_>) -> bool {
+    let wanted = spec.tensors();
+    let mut matrices = wanted.iter().zip(tensors).filter(|(wanted, _)| wanted.is_matrix());
+    matrices.all(|(_, tensor)| tensor.scheme().ok() == Some(Scheme::Bf16))
 }
 
 /// Bytes of a tower's tensors in their files.
-fn stored_bytes(tensors: &VisionTensors<Tensor<'_>>) -> u64 {
+fn stored_bytes(tensors: &[Tensor<'_>]) -> u64 {
     tensors.iter().map(|tensor| tensor.stored_bytes()).sum()
 }
 
@@ -743,7 +742,7 @@ impl<'a> Load<'a> {
     fn tower(
         &mut self,
         source: &Source<'_>,
-        tensors: VisionTensors<Tensor<'a>>,
+        tensors: Vec<Tensor<'a>>,
         request: TowerRequest<'_>,
         model: &ModelRunner,
     ) -> Result<Tower, LoadError> {

@@ -318,7 +318,7 @@ impl<'a> MemoryRequest<'a> {
         let bounded =
             (MAX_LAYER_MACS / macs.expect("a model at least")) as usize / PRODUCT_TOKENS * PRODUCT_TOKENS;
         // An image is never split over steps, and does not wait until no other sequence needs tokens.
-        let image = self.vision.map_or(0, |vision| vision.spec.tokens() + TOKENS_BESIDE_IMAGE);
+        let image = self.vision.map_or(0, |vision| vision.most_tokens() + TOKENS_BESIDE_IMAGE);
         let most = self.max_batch_tokens.max(image).min(bounded.max(MIN_BATCH_TOKENS).max(image));
         most.min(self.longest_context())
     }
@@ -335,8 +335,7 @@ impl<'a> MemoryRequest<'a> {
     /// How the model takes images. `None` without a tower, and if a step has no room for an image: a step never has a part of
     /// one.
     fn images(&self, max_batch_tokens: usize) -> Option<ImageLimits> {
-        let limits = self.vision?.limits(max_batch_tokens);
-        (limits.tokens <= max_batch_tokens).then_some(limits)
+        self.vision?.limits(max_batch_tokens)
     }
 
     /// The limits of a runner with that context and those pools.
@@ -504,7 +503,7 @@ impl<'a> MemoryRequest<'a> {
         fit: impl Fn(&MemoryRequest<'a>) -> Result<Fit, DoesNotFit>,
     ) -> (MemoryRequest<'a>, Option<String>) {
         let Some(vision) = self.vision else { return (self, None) };
-        let tokens = vision.spec.tokens();
+        let tokens = vision.most_tokens();
         let without = MemoryRequest { vision: None, ..self.clone() };
         let reason = match fit(&self) {
             Err(error) => Some(error.to_string()),

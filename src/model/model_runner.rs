@@ -407,7 +407,8 @@ impl ModelRunner {
             }
             let rows: Vec<Range<usize>> = starts.windows(2).map(|ends| ends[0]..ends[1]).collect();
             let shape = &layer.attention.shape;
-            self.frames[index].share_out(pool, shape, &self.limits, batch, &rows);
+            let sees_images = self.vision.as_ref().is_some_and(|tower| tower.is_seen_whole(shape.window));
+            self.frames[index].share_out(pool, (shape, sees_images), &self.limits, batch, &rows);
         }
     }
 

@@ -94,9 +94,9 @@ pub struct ImageLimits {
 pub enum ImageSizes {
     /// Every image is made a square of `side` pixels, and has [`ImageLimits::tokens`] tokens.
     Fixed { side: usize },
-    /// An image nearly keeps its aspect. Both sides are multiples of `unit` pixels, and each square of `unit` pixels is a
-    /// token.
-    ByTokens { unit: usize },
+    /// An image nearly keeps its aspect. Both sides are multiples of `unit` pixels, at most `longest` of them, and each square
+    /// of `unit` pixels is a token.
+    ByTokens { unit: usize, longest: usize },
 }
 
 /// How many tokens an image may have, in a model that lets a request choose. One of [`ImageBudget::ALL`] each.
@@ -125,9 +125,9 @@ impl ImageLimits {
     ///
     /// The formula is that of transformers' `get_aspect_ratio_preserving_size`, in the same order of operations.
     pub fn fit(&self, [width, height]: [usize; 2], budget: usize) -> [usize; 2] {
-        let unit = match self.sizes {
+        let (unit, longest) = match self.sizes {
             ImageSizes::Fixed { side } => return [side; 2],
-            ImageSizes::ByTokens { unit } => unit,
+            ImageSizes::ByTokens { unit, longest } => (unit, longest),
         };
         let budget = budget.min(self.tokens);
         let target = (budget * unit * unit) as f64;
@@ -139,14 +139,14 @@ impl ImageLimits {
             (0, _) => (1, (height / width).min(budget)),
             both => both,
         };
-        [unit * across, unit * down]
+        [unit * across.min(longest), unit * down.min(longest)]
     }
 
     /// Bytes of the pixels of an image with that many tokens, 3 for each pixel.
     pub fn pixel_bytes(&self, tokens: usize) -> usize {
         match self.sizes {
             ImageSizes::Fixed { side } => 3 * side * side,
-            ImageSizes::ByTokens { unit } => 3 * unit * unit * tokens,
+            ImageSizes::ByTokens { unit, .. } => 3 * unit * unit * tokens,
         }
     }
 
@@ -154,9 +154,10 @@ impl ImageLimits {
     pub fn tokens_of(&self, [width, height]: [usize; 2]) -> Option<usize> {
         let tokens = match self.sizes {
             ImageSizes::Fixed { side } => (width == side && height == side).then_some(self.tokens)?,
-            ImageSizes::ByTokens { unit } => {
-                let is_whole = width.is_multiple_of(unit) && height.is_multiple_of(unit);
-                is_whole.then_some((width / unit) * (height / unit))?
+            ImageSizes::ByTokens { unit, longest } => {
+                let sides = [width, height];
+                let is_taken = sides.iter().all(|side| side.is_multiple_of(unit) && side / unit <= longest);
+                is_taken.then_some((width / unit) * (height / unit))?
             }
         };
         (1..=self.tokens).contains(&tokens).then_some(tokens)

@@ -398,11 +398,11 @@ impl Frame {
     }
 
     /// Writes how attention is shared out over workgroups in the layers of one pool, which process the tokens in these
-    /// parts.
+    /// parts. `sees_images`: whether the tokens of an image see each other in both directions there.
     pub fn share_out(
         &mut self,
         pool: usize,
-        shape: &AttentionShape,
+        (shape, sees_images): (&AttentionShape, bool),
         limits: &Limits,
         batch: &Batch,
         rows: &[Range<usize>],
@@ -410,7 +410,7 @@ impl Frame {
         let mut row = 0;
         let mut runs = Vec::new();
         for (i, sequence) in batch.sequences.iter().enumerate() {
-            runs.extend(runs_of(sequence, i, row));
+            runs.extend(runs_of(sequence, i, row, sees_images));
             row += sequence.input.len();
         }
         let room = memory::partials(limits.max_batch_tokens);
@@ -505,8 +505,9 @@ fn check_images(limits: &Limits, sequence: &BatchSequence) {
     assert!(end <= sequence.input.len(), "an image after the input");
 }
 
-/// The runs of a sequence whose first token is in `row`: its images, and the texts between them.
-fn runs_of(sequence: &BatchSequence, index: usize, row: usize) -> Vec<Run> {
+/// The runs of a sequence whose first token is in `row`: its images, and the texts between them. If the tokens of an image
+/// see only those before them (`sees_images`), an image is as a text.
+fn runs_of(sequence: &BatchSequence, index: usize, row: usize, sees_images: bool) -> Vec<Run> {
     let run = |tokens: Range<usize>, is_image: bool| Run {
         row: row + tokens.start,
         start: sequence.start + tokens.start,
@@ -515,7 +516,7 @@ fn runs_of(sequence: &BatchSequence, index: usize, row: usize) -> Vec<Run> {
         sees_to: is_image.then_some(sequence.start + tokens.end - 1),
     };
     let (mut runs, mut end) = (Vec::new(), 0);
-    for &ImageSpan { start, tokens, .. } in &sequence.images {
+    for &ImageSpan { start, tokens, .. } in sequence.images.iter().filter(|_| sees_images) {
         runs.extend([run(end..start, false), run(start..start + tokens, true)]);
         end = start + tokens;
     }

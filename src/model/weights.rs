@@ -9,7 +9,7 @@ use std::collections::HashMap;
 
 use super::spec::ModelSpec;
 use super::tensors::{ModelTensors, Role, TensorSpec};
-use super::vision::{VisionSpec, VisionTensor, VisionTensors};
+use super::vision::{VisionSpec, VisionTensor};
 use crate::checkpoint::{Checkpoint, CheckpointError, Tensor, short};
 
 /// A checkpoint's tensors do not match its config. One line: file, tensor, what was expected.
@@ -74,17 +74,17 @@ impl<'a> Weights<'a> {
         Self { tensors, tower: HashMap::new(), skipped_vision: 0, skipped_bytes: 0 }
     }
 
-    /// The tensors of a tower. `None` if the checkpoint has none of them: some hold the language model only.
+    /// The tensors of a tower, in the order of [`VisionSpec::tensors`]. `None` if the checkpoint has none of them: some hold the language model only.
     pub fn vision(
         &self,
         checkpoint: &Checkpoint,
         spec: &VisionSpec,
-    ) -> Result<Option<VisionTensors<Tensor<'a>>>, WeightsError> {
+    ) -> Result<Option<Vec<Tensor<'a>>>, WeightsError> {
         if self.tower.is_empty() {
             return Ok(None);
         }
         let find = |wanted: VisionTensor| {
-            let VisionTensor { name, shape, shape_in_config } = wanted;
+            let VisionTensor { name, shape, shape_in_config, .. } = wanted;
             let Some(tensor) = self.tower.get(&name) else {
                 let location = checkpoint.location().into();
                 return Err(WeightsError::Missing { location, first: name, more: 0, expected: shape });
@@ -101,7 +101,7 @@ impl<'a> Weights<'a> {
             tensor.scheme()?;
             Ok(*tensor)
         };
-        spec.tensors().try_map(find).map(Some)
+        spec.tensors().into_iter().map(find).collect::<Result<_, _>>().map(Some)
     }
 
     /// The matrix that computes the logits.

@@ -440,11 +440,12 @@ fn configs_of_the_published_sizes_are_read() {
             .map(|i| if i % 6 == 0 { LayerType::FullAttention } else { LayerType::SlidingAttention })
             .collect();
         if let Ok(Some(tower)) = &found.vision {
-            let VisionSpec { hidden_size, intermediate_size, num_hidden_layers, text_hidden_size, .. } =
-                *tower;
-            assert_eq!([hidden_size, intermediate_size, num_hidden_layers], [1152, 4304, 27]);
-            assert_eq!((tower.num_attention_heads, tower.head_dim), (16, 72));
-            assert_eq!((tower.patches(), tower.pool, tower.tokens()), (4096, 4, 256));
+            let VisionSpec { hidden_size, text_hidden_size, .. } = *tower;
+            let layers = tower.transformer().expect("a transformer");
+            let sizes = [hidden_size, layers.intermediate_size, layers.num_hidden_layers];
+            assert_eq!(sizes, [1152, 4304, 27]);
+            assert_eq!((layers.num_attention_heads, layers.head_dim), (16, 72));
+            assert_eq!((tower.grid([896; 2]), tower.pool, tower.fixed_tokens()), ([64; 2], 4, Some(256)));
             assert_eq!((tower.norm_eps, text_hidden_size), (1e-6, expected.hidden_size));
         }
         assert_eq!(matches!(found.vision, Ok(Some(_))), json_has_tower, "{:?}", found.vision);

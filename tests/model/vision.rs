@@ -1,9 +1,12 @@
-//! Gemma 3 with images: the tower and the logits equal those of transformers, for checkpoints of different generations.
+//! Models with images: the tower and the logits equal those of transformers, for Gemma 3 in checkpoints of different
+//! generations, and for Gemma 4 with a tower and without one.
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use serde_json::Value;
+use sha2::{Digest, Sha256};
+use unicorn::image::{Filter, Limits, Rgb, decode};
 use unicorn::model::arch::{self, open_files};
 use unicorn::model::load::LoadOptions;
 use unicorn::model::model_runner::ModelRunner;
@@ -14,24 +17,35 @@ use unicorn::tensor::{KvDtype, Precision, Scheme, VisionMode};
 use crate::support::data;
 use crate::support::goldens::{Goldens, load, load_files, max_difference, rows_at};
 
-/// A model of `tests/data/gemma3-vision` with its goldens.
+const ALL: [&str; 5] = [
+    "gemma3-vision/vis-a",
+    "gemma3-vision/vis-b",
+    "gemma4-vision/vis4-a",
+    "gemma4-vision/vis4-b",
+    "gemma4-vision/vis4-c",
+];
+/// Images of different sizes, one of which is one row of tokens: with a budget of 70, and with larger ones.
+const OF_SMALL_SIZES: &[&str] = &["exact", "wide", "tall", "strip", "fitting"];
+const OF_ALL_SIZES: &[&str] = &["exact", "wide", "wide.280", "tall", "tall.140", "strip", "fitting"];
+
+/// A model of `tests/data/gemma3-vision` or `tests/data/gemma4-vision` with its goldens.
 struct Case {
     folder: PathBuf,
     goldens: Goldens,
     images: Goldens,
-    prompts: Value,
+    /// The facts about the images and prompts.
+    facts: Value,
 }
 
 impl Case {
     fn open(name: &str) -> Case {
-        let folder = data(format!("gemma3-vision/{name}"));
-        let prompts = std::fs::read(folder.join("goldens.json")).unwrap();
-        Case {
-            goldens: Goldens::open(&folder),
-            images: Goldens::read(&folder.join("images.safetensors")),
-            prompts: serde_json::from_slice::<Value>(&prompts).unwrap()["prompts"].take(),
-            folder,
-        }
+        let folder = data(name);
+        let facts = std::fs::read(folder.join("goldens.json")).unwrap();
+        let facts: Value = serde_json::from_slice(&facts).unwrap();
+        // The models of Gemma 4 have the same images.
+        let own = folder.join("images.safetensors");
+        let images = if own.exists() { own } else { folder.join("../images.safetensors") };
+        Case { goldens: Goldens::open(&folder), images: Goldens::read(&images), facts, folder }
     }
 
     fn load(&self, options: &LoadOptions) -> ModelRunner {
@@ -41,18 +55,49 @@ impl Case {
     /// Computes the embeddings of an image into a slot.
     fn encode_image(&self, model: &mut ModelRunner, slot: u32, image: &str) {
         let name = format!("u8.{image}");
-        let [height, width] = self.images.shape(&name)[..2] else { panic!("{name}: a shape") };
-        model.encode_image(slot, [width, height], &self.images.view::<u8>(&name)).unwrap();
+        if self.images.has(&name) {
+            let [height, width] = self.images.shape(&name)[..2] else { panic!("{name}: a shape") };
+            model.encode_image(slot, [width, height], &self.images.view::<u8>(&name)).unwrap();
+        } else {
+            let resized = self.resized(image);
+            let size = [resized.width() as usize, resized.height() as usize];
+            model.encode_image(slot, size, resized.pixels()).unwrap();
+        }
+    }
+
+    /// An image that the goldens have as a picture in `tests/data/images` and a size.
+    fn resized(&self, image: &str) -> Rgb {
+        let of = &self.facts["images"][image];
+        let picture = std::fs::read(data("images").join(of["picture"].as_str().unwrap())).unwrap();
+        let [width, height] = [0, 1].map(|i| of["to"][i].as_u64().unwrap() as u32);
+        let resized = decode(&picture, &Limits::default()).unwrap().resize(width, height, Filter::Bicubic);
+        let sha256: String =
+            Sha256::digest(resized.pixels()).iter().map(|byte| format!("{byte:02x}")).collect();
+        assert_eq!(of["sha256"], sha256, "{image}: the pixels that Pillow makes");
+        resized
+    }
+
+    /// The embeddings of an image in a slot.
+    fn found(&self, model: &mut ModelRunner, slot: u32, image: &str) -> Vec<f32> {
+        // A slot has room for the longest image.
+        let mut found = model.image_embeddings(slot).unwrap();
+        found.truncate(self.embeddings(image).len());
+        found
+    }
+
+    /// The embeddings of an image that transformers computes.
+    fn embeddings(&self, image: &str) -> Vec<f32> {
+        self.goldens.view(&format!("image_features.{image}"))
     }
 
     /// The names of the prompts.
     fn prompts(&self) -> Vec<&str> {
-        self.prompts.as_object().unwrap().keys().map(String::as_str).collect()
+        self.facts["prompts"].as_object().unwrap().keys().map(String::as_str).collect()
     }
 
     /// The tokens of a prompt, and its images in the slots from 0 on, which are encoded.
     fn encode(&self, model: &mut ModelRunner, prompt: &str) -> (Vec<u32>, Vec<ImageSpan>) {
-        let of = &self.prompts[prompt];
+        let of = &self.facts["prompts"][prompt];
         let spans = of["image_spans"].as_array().unwrap();
         let mut images = Vec::new();
         for ((slot, name), span) in (0..).zip(of["images"].as_array().unwrap()).zip(spans) {
@@ -75,8 +120,11 @@ impl Case {
 #[test]
 fn the_tower_computes_the_embeddings_of_transformers() {
     for (name, images) in [
-        ("vis-a", &["photo420", "rgb", "exif6", "gray", "one", "wide", "checker"][..]),
-        ("vis-b", &["photo420", "rgb", "lossy", "animated_gif", "tall", "one", "up"]),
+        ("gemma3-vision/vis-a", &["photo420", "rgb", "exif6", "gray", "one", "wide", "checker"][..]),
+        ("gemma3-vision/vis-b", &["photo420", "rgb", "lossy", "animated_gif", "tall", "one", "up"]),
+        ("gemma4-vision/vis4-a", OF_ALL_SIZES),
+        ("gemma4-vision/vis4-b", OF_SMALL_SIZES),
+        ("gemma4-vision/vis4-c", OF_ALL_SIZES),
     ] {
         let case = Case::open(name);
         let mut model = case.load(&LoadOptions::default());
@@ -85,9 +133,7 @@ fn the_tower_computes_the_embeddings_of_transformers() {
             // Another image is in the slot until then, but for the first ones.
             let slot = i % slots.min(3);
             case.encode_image(&mut model, slot, image);
-            let found = model.image_embeddings(slot).unwrap();
-            let expected: Vec<f32> = case.goldens.view(&format!("image_features.{image}"));
-            let off = max_difference(&found, &expected);
+            let off = max_difference(&case.found(&mut model, slot, image), &case.embeddings(image));
             println!("{name} {image}: {off:.1e}");
             assert!(off < 1e-4, "{name} {image}: {off}");
         }
@@ -96,7 +142,7 @@ fn the_tower_computes_the_embeddings_of_transformers() {
 
 #[test]
 fn logits_with_none_one_and_several_images_equal_those_of_transformers() {
-    for name in ["vis-a", "vis-b"] {
+    for name in ALL {
         let case = Case::open(name);
         let mut model = case.load(&LoadOptions::default());
         for prompt in case.prompts() {
@@ -118,7 +164,7 @@ fn logits_with_none_one_and_several_images_equal_those_of_transformers() {
 #[test]
 fn a_window_shorter_than_an_image_hides_the_tokens_before_it() {
     for (name, window, shorter) in [("vis-a", 24, 7), ("vis-b", 12, 4)] {
-        let case = Case::open(name);
+        let case = Case::open(&format!("gemma3-vision/{name}"));
         let folder = tempfile::tempdir().unwrap();
         for entry in std::fs::read_dir(&case.folder).unwrap() {
             let entry = entry.unwrap();
@@ -152,14 +198,15 @@ fn a_window_shorter_than_an_image_hides_the_tokens_before_it() {
 /// With int8 activations and int8 matrices of the tower, images cost little more than what f16 costs transformers.
 #[test]
 fn a_fast_tower_is_near_the_exact_one() {
-    for name in ["vis-a", "vis-b"] {
+    for name in ALL {
         let case = Case::open(name);
+        let of_one_size = name.starts_with("gemma3");
+        let images = if of_one_size { &["photo420", "rgb", "one"][..] } else { OF_SMALL_SIZES };
         let options = LoadOptions { precision: Precision::Fast, kv: KvDtype::F16, ..LoadOptions::default() };
         let mut model = case.load(&options);
-        for image in ["photo420", "rgb", "one"] {
+        for image in images {
             case.encode_image(&mut model, 1, image);
-            let found = model.image_embeddings(1).unwrap();
-            let expected: Vec<f32> = case.goldens.view(&format!("image_features.{image}"));
+            let (found, expected) = (case.found(&mut model, 1, image), case.embeddings(image));
             let square =
                 |values: &mut dyn Iterator<Item = f32>| values.map(|x| f64::from(x * x)).sum::<f64>();
             let error = square(&mut found.iter().zip(&expected).map(|(a, b)| a - b));
@@ -173,7 +220,7 @@ fn a_fast_tower_is_near_the_exact_one() {
 /// Without its tower, a model has no slots; other checkpoints have none in any case.
 #[test]
 fn a_tower_is_loaded_if_it_is_wanted_and_there() {
-    let case = Case::open("vis-a");
+    let case = Case::open("gemma3-vision/vis-a");
     let limits = |vision| {
         let options = LoadOptions { vision, ..LoadOptions::default() };
         load(&case.folder, &options).limits().images
@@ -192,7 +239,7 @@ fn a_tower_is_loaded_if_it_is_wanted_and_there() {
 #[test]
 fn a_step_with_images_keeps_its_bits_however_it_is_cut() {
     for (precision, kv) in [(Precision::F32, KvDtype::F32), (Precision::Fast, KvDtype::Int8)] {
-        let case = Case::open("vis-a");
+        let case = Case::open("gemma3-vision/vis-a");
         let whole = LoadOptions { precision, kv, ..LoadOptions::default() };
         let cut = LoadOptions { max_submit: Duration::from_nanos(1), ..whole };
         let [mut whole, mut cut] = [whole, cut].map(|options| case.load(&options));
@@ -208,7 +255,7 @@ fn a_step_with_images_keeps_its_bits_however_it_is_cut() {
 /// An image in a slot stays there while others are encoded, and in any slot it is the same.
 #[test]
 fn embeddings_are_the_same_in_every_slot_and_after_others() {
-    let case = Case::open("vis-b");
+    let case = Case::open("gemma3-vision/vis-b");
     let mut model =
         case.load(&LoadOptions { precision: Precision::Fast, kv: KvDtype::F16, ..LoadOptions::default() });
     let slots = model.limits().images.expect("images").slots as u32;
@@ -254,7 +301,7 @@ fn the_tower_of_a_27b_takes_less_than_a_gigabyte() {
     let weights = request.weight_bytes();
     println!("{weights} bytes of weights, {all} bytes in all");
     assert!((430_000_000..480_000_000).contains(&weights) && all < 1_000_000_000);
-    let limits = request.limits(336);
+    let limits = request.limits(336).expect("room for an image");
     assert_eq!((limits.sizes, limits.tokens, limits.slots), (ImageSizes::Fixed { side: 896 }, 256, 8));
 }
 
@@ -265,7 +312,7 @@ const TOWER_FILE: &str = "vis-a-mmproj-F16.gguf";
 
 /// vis-a as two GGUF files, with its goldens.
 fn gguf_case() -> Case {
-    Case { folder: data("gemma3-vision/gguf"), ..Case::open("vis-a") }
+    Case { folder: data("gemma3-vision/gguf"), ..Case::open("gemma3-vision/vis-a") }
 }
 
 fn tower_bytes() -> Vec<u8> {

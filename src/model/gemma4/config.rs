@@ -20,6 +20,7 @@ use crate::model::config::{
 use crate::model::rope::{self, RopeScaling, RopeSpec, THETAS};
 use crate::model::spec::{Arch, AttentionHeads, FeedForward, LayerSpec, Mixture, ModelSpec, NormWeight};
 use crate::model::tensors::{ModelTensors, Sizes};
+use crate::model::vision::{ImageAttention, VisionSpec};
 
 const WRAPPED: [&str; 2] = ["gemma4", "gemma4_unified"];
 const TEXT: [&str; 2] = ["gemma4_text", "gemma4_unified_text"];
@@ -76,6 +77,8 @@ pub(super) fn read(arch: &'static Arch, config: &Value, file_name: &str) -> Resu
         tie_word_embeddings: true,
         experts: mixture.map_or((0, 0), |mixture| (mixture.experts.count, mixture.intermediate_size)),
     };
+    // A wrong tower is no reason to refuse texts.
+    let vision = vision(&root, &text, is_unified, hidden_size).map_err(|error| error.to_string());
     let names = if mixture.is_some() { tensors::WITH_EXPERTS } else { tensors::NAMES };
     let final_logit_softcap = match text.get("final_logit_softcapping") {
         Some(cap) => Some(text.number_of("final_logit_softcapping", cap, 1e-3..=1e6)? as f32),
@@ -86,7 +89,7 @@ pub(super) fn read(arch: &'static Arch, config: &Value, file_name: &str) -> Resu
         vocab_size,
         hidden_size: sizes.hidden_size,
         intermediate_size: sizes.intermediate_size,
-        vision: Ok(None),
+        vision,
         mixture,
         score_scale: 1.0,
         has_value_norm: true,
@@ -103,6 +106,21 @@ pub(super) fn read(arch: &'static Arch, config: &Value, file_name: &str) -> Resu
         suppress_tokens,
         bos_token_id: bos,
     })
+}
+
+/// The tower, if there is one. The config of a unified model has sizes of patches alone.
+fn vision(
+    root: &Level,
+    text: &Level,
+    is_unified: bool,
+    hidden_size: usize,
+) -> Result<Option<VisionSpec>, ConfigError> {
+    let Some(tower) = root.object("vision_config")? else { return Ok(None) };
+    // The published class of unified models has "vision" by default, and the other one null.
+    let is_seen_whole = is_unified || text.text("use_bidirectional_attention")?.is_some();
+    let attention = if is_seen_whole { ImageAttention::WithWindow } else { ImageAttention::None };
+    let read = if is_unified { VisionSpec::read_linear } else { VisionSpec::read_axial };
+    read(&tower, hidden_size, attention).map(Some)
 }
 
 /// The experts of every layer, in a config that has some. The router's input is the residual stream, normed with factors
@@ -222,7 +240,7 @@ fn refuse_unsupported(level: &Level) -> Result<(), ConfigError> {
     for (name, wanted) in [("attention_bias", false), ("tie_word_embeddings", true)] {
         level.check_flag(name, wanted)?;
     }
-    // "vision" concerns the tokens of images, of which a text has none.
+    // "vision" concerns the tokens of images alone.
     if let Some(Value::String(kind)) = level.get("use_bidirectional_attention")
         && kind != "vision"
     {

@@ -1,10 +1,14 @@
 //! The tower of a model that sees images: it turns the pixels of an image into embeddings of tokens.
 //!
-//! `spec` describes a tower as data, and `tower` computes it on the device.
+//! `spec` describes a tower as data, `request` says what memory it takes, `load` fills that memory, and `tower` computes the
+//! embeddings on the device.
 
+mod load;
+mod request;
 mod spec;
 mod tower;
 
-pub use spec::{Affine, VisionLayer, VisionSpec, VisionTensor, VisionTensors};
-pub(in crate::model) use tower::TowerLoad;
-pub use tower::{Tower, TowerRequest};
+pub(in crate::model) use load::TowerLoad;
+pub use request::TowerRequest;
+pub use spec::{Encoder, ImageAttention, Transformer, VisionSpec, VisionTensor};
+pub use tower::Tower;
