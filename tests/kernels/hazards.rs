@@ -8,9 +8,10 @@ use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError};
 
 use unicorn::gpu::{Buffer, Device, DevicePolicy, Need, Order, Recorder, Rehearsal, Shader};
 use unicorn::kernels::{
-    Activations, Attention, AttentionBy, AttentionTile, ExpertMatrices, Experts, Heads, History, Kernels,
-    KvCache, LAST_SAMPLED, LOGPROB_WORDS, LayerKind, Operand, PairActivations, Peak, Quantized, RmsNorm,
-    Router, Routing, Shares, StepArrays, Tiles, Wants, shaders,
+    Activations, Attention, AttentionBy, AttentionTile, ExpertMatrices, Experts, GridTables, Heads,
+    HiddenAct, History, Kernels, KvCache, LAST_SAMPLED, LOGPROB_WORDS, LayerKind, LayerNorm, Operand,
+    PairActivations, Peak, PixelScale, Quantized, RmsNorm, Router, Routing, Shares, StepArrays, Tiles,
+    VisionKernels, Wants, shaders,
 };
 use unicorn::model::load::LoadOptions;
 use unicorn::model::{Runner, SamplingParams};
@@ -172,6 +173,12 @@ fn makers() -> Vec<Maker> {
             push_each_body(&mut all, move |b| norms(b, Wants { floats, blocks }, which));
         }
     }
+    for (floats, blocks) in [(true, false), (false, true), (true, true)] {
+        for which in 0..3 {
+            push_each_body(&mut all, move |b| tower(b, Wants { floats, blocks }, which));
+        }
+    }
+    push_each_body(&mut all, grids);
     push_each_body(&mut all, quantizing);
     // The attention of single tokens, of tiles, or no attention follows the store, for the same reason.
     let tile = AttentionTile::emulated([16, 16, 16]).expect("the kernel can use it");
@@ -317,6 +324,61 @@ fn norms(b: &mut Bench, wants: Wants, which: usize) -> Chain {
             7 => k.residual_twice(r, &x, None, &hidden, [(&norm, &to), (&norm, &second)], rows),
             _ => k.glu(r, &hidden, &x, &to, rows),
         }
+    })
+}
+
+/// One of the kernels of a vision tower that write f32, int8 or both, after a kernel that writes its input.
+fn tower(b: &mut Bench, wants: Wants, which: usize) -> Chain {
+    let (rows, dim) = (3, 100);
+    let own = VisionKernels::new(&b.device, b.bodies(), HiddenAct::GeluTanh).unwrap();
+    let [x, base] = [(); 2].map(|()| b.random(rows * dim, 1.0));
+    let [weight, bias] = [(); 2].map(|()| b.random(dim, 1.0));
+    let (x, hidden) = (b.activations(&x, dim), b.activations(&base, dim));
+    let first = RmsNorm { weight: b.upload(&weight), eps: 1e-6 };
+    let norm = LayerNorm { weight: b.upload(&weight), bias: b.upload(&bias), eps: 1e-6 };
+    let mut to = Operand::new(wants, &b.empty(rows, dim), &b.quantized(rows, dim));
+    if which == 2 && wants.floats {
+        // The kernel works in place.
+        to.floats = Some(x.clone());
+    }
+    let mut written = Vec::new();
+    written.extend(to.floats.as_ref().map(|floats| floats.buffer.clone()));
+    written.extend(to.blocks.iter().flat_map(|blocks| planes(blocks, 4)));
+    match which {
+        0 => written.push(hidden.buffer.clone()),
+        1 => written.push(x.buffer.clone()),
+        _ => {}
+    }
+    let bias = b.upload(&bias);
+    Chain::new(format!("tower, {which}, {wants:?}"), written, move |k, r| {
+        k.rms_norm(r, &hidden, &first, &Operand::floats(&x), rows);
+        match which {
+            0 => own.add_and_norm(r, (&x, &bias), (&hidden, &norm), &to, rows),
+            1 => own.norm(r, (&x, &bias), &norm, &to, rows),
+            _ => own.activate(r, (&x, &bias), &to, rows),
+        }
+    })
+}
+
+/// Patches, to which the vectors of their columns and rows are added, and the means of squares of them.
+fn grids(b: &mut Bench) -> Chain {
+    let (grid, patch_size) = ([4, 2], 3);
+    let (patches, width) = (grid[0] * grid[1], 3 * patch_size * patch_size);
+    let own = VisionKernels::new(&b.device, b.bodies(), HiddenAct::GeluTanh).unwrap();
+    let size = grid.map(|side| side * patch_size);
+    let pixels: Vec<u8> = (0..3 * size[0] * size[1]).map(|i| (i * 37 % 256) as u8).collect();
+    let pixels = b.upload(&pixels);
+    let [of_columns, of_rows] = [(); 2].map(|()| b.random(4 * width, 1.0));
+    let [of_columns, of_rows] = [of_columns, of_rows].map(|values| b.activations(&values, width));
+    let tables = GridTables { of_columns, of_rows };
+    let scale = PixelScale { factors: [0.01; 3], shifts: [-1.0; 3] };
+    let [rows, positions, means] = [patches, patches, patches / 4].map(|rows| b.empty(rows, width));
+    let written = [&rows, &positions, &means].map(|each| each.buffer.clone()).to_vec();
+    Chain::new("grids", written, move |_, r| {
+        own.patches(r, (&pixels, size), patch_size, &scale, &rows);
+        own.add_grid(r, &tables, grid, &rows);
+        own.average_pool(r, (&rows, grid), 2, None, &means);
+        own.grid(r, &tables, grid, &positions);
     })
 }
 
@@ -657,6 +719,8 @@ fn chains_of(shader: &str) -> String {
         "quantize" => "quantizing",
         "rms" | "glu" => "norms",
         "moments" | "pool" | "peak" => "sums",
+        "layer" | "activate" => "tower",
+        "patches" | "grid" | "average" => "grids",
         "adjust" | "sample" | "logprobs" => "draws",
         "history" => "history",
         "softcap" => "soft cap",
