@@ -112,13 +112,15 @@ pub fn gbnf(bytes: Vec<u8>) -> bool {
 /// have a part of 16 MiB, which is reserved before it is read.
 pub const IMAGE_BYTES: usize = 16 * 200_000 + (17 << 20);
 
-/// The file of a picture. Decodes it within small limits, and makes it smaller.
+/// The file of a picture. Reads its size, decodes it within small limits, and makes it smaller.
 pub fn image(bytes: Vec<u8>) -> Result<Rgb, ImageError> {
     let limits = Limits { max_bytes: 1 << 20, max_side: 2000, max_pixels: 200_000 };
+    let size = image::size_of(&bytes, &limits);
     let decoded = image::decode(&bytes, &limits);
     match &decoded {
         Ok(picture) => {
             let (width, height) = (picture.width(), picture.height());
+            assert_eq!(size, Ok([width, height]), "{picture:?}");
             assert!(width.max(height) <= limits.max_side, "{picture:?}");
             assert!(u64::from(width) * u64::from(height) <= limits.max_pixels, "{picture:?}");
             let small = picture.resize(1 + width % 7, 1 + height % 7, Filter::Bicubic);

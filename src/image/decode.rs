@@ -61,6 +61,26 @@ const MAX_PROBLEM_CHARS: usize = 200;
 ///
 /// Errors: all variants of [`ImageError`] but those of [`file_of`](super::file_of).
 pub fn decode(bytes: &[u8], limits: &Limits) -> Result<Rgb, ImageError> {
+    opened(bytes, limits, decode_pixels)
+}
+
+/// The width and height that [`decode`] gives the picture of a file. They are read without its pixels, in some
+/// milliseconds and with a copy of the file at most.
+///
+/// Errors: those of [`decode`] that do not depend on the pixels.
+pub fn size_of(bytes: &[u8], limits: &Limits) -> Result<[u32; 2], ImageError> {
+    opened(bytes, limits, |_, mut decoder, _| {
+        let (width, height) = decoder.dimensions();
+        Ok(if turns_sideways(orientation(&mut decoder)) { [height, width] } else { [width, height] })
+    })
+}
+
+/// Calls `read` with the decoder of a file, whose size is within the limits.
+fn opened<T>(
+    bytes: &[u8],
+    limits: &Limits,
+    read: impl FnOnce(Format, Box<dyn ImageDecoder + '_>, &Limits) -> Result<T, ImageError>,
+) -> Result<T, ImageError> {
     if bytes.is_empty() {
         return Err(ImageError::Empty);
     }
@@ -71,18 +91,26 @@ pub fn decode(bytes: &[u8], limits: &Limits) -> Result<Rgb, ImageError> {
     }
     // The decoders are other people's code and read hostile input. A panic in them is this file's error. Nothing that
     // they could leave half done outlives the call.
-    catch_unwind(AssertUnwindSafe(|| decode_format(format, bytes, limits)))
-        .unwrap_or(Err(ImageError::DecoderFailed { format }))
+    let read = || {
+        let decoder = decoder(format, bytes, limits)?;
+        check_size(format, decoder.dimensions(), limits)?;
+        read(format, decoder, limits)
+    };
+    catch_unwind(AssertUnwindSafe(read)).unwrap_or(Err(ImageError::DecoderFailed { format }))
 }
 
-fn decode_format(format: Format, bytes: &[u8], limits: &Limits) -> Result<Rgb, ImageError> {
+/// The decoder of a file, which has read its header.
+fn decoder<'a>(
+    format: Format,
+    bytes: &'a [u8],
+    limits: &Limits,
+) -> Result<Box<dyn ImageDecoder + 'a>, ImageError> {
     let fail = |error| refusal(format, error);
-    match format {
+    Ok(match format {
         Format::Png => {
             let mut of_chunks = image::Limits::no_limits();
             of_chunks.max_alloc = Some(bytes.len() as u64 + PNG_CHUNK_BYTES);
-            let decoder = PngDecoder::with_limits(Cursor::new(bytes), of_chunks);
-            decode_pixels(format, decoder.map_err(fail)?, limits)
+            Box::new(PngDecoder::with_limits(Cursor::new(bytes), of_chunks).map_err(fail)?)
         }
         Format::Jpeg => {
             let jpeg = whole_jpeg(bytes)?;
@@ -92,15 +120,15 @@ fn decode_format(format: Format, bytes: &[u8], limits: &Limits) -> Result<Rgb, I
                 check_size(format, (width, height), limits)?;
                 return Err(ImageError::TooManyScans { width, height, scans: jpeg.scans });
             }
-            decode_pixels(format, decoder, limits)
+            Box::new(decoder)
         }
         Format::WebP => {
             let webp = whole_webp(bytes, |size| check_size(format, size, limits))?;
-            decode_pixels(format, WebPDecoder::new(Cursor::new(webp)).map_err(fail)?, limits)
+            Box::new(WebPDecoder::new(Cursor::new(webp)).map_err(fail)?)
         }
-        Format::Gif => decode_pixels(format, GifDecoder::new(Cursor::new(bytes)).map_err(fail)?, limits),
-        Format::Bmp => decode_pixels(format, BmpDecoder::new(Cursor::new(bytes)).map_err(fail)?, limits),
-    }
+        Format::Gif => Box::new(GifDecoder::new(Cursor::new(bytes)).map_err(fail)?),
+        Format::Bmp => Box::new(BmpDecoder::new(Cursor::new(bytes)).map_err(fail)?),
+    })
 }
 
 fn check_size(format: Format, (width, height): (u32, u32), limits: &Limits) -> Result<(), ImageError> {
@@ -114,16 +142,29 @@ fn check_size(format: Format, (width, height): (u32, u32), limits: &Limits) -> R
     Ok(())
 }
 
-fn decode_pixels(format: Format, mut decoder: impl ImageDecoder, limits: &Limits) -> Result<Rgb, ImageError> {
+/// How the picture is turned for a viewer. Viewers show a picture whose EXIF data is damaged.
+fn orientation(decoder: &mut impl ImageDecoder) -> Orientation {
+    decoder.orientation().unwrap_or(Orientation::NoTransforms)
+}
+
+/// Whether rows become columns.
+fn turns_sideways(orientation: Orientation) -> bool {
+    use Orientation::{Rotate90, Rotate90FlipH, Rotate270, Rotate270FlipH};
+    matches!(orientation, Rotate90 | Rotate270 | Rotate90FlipH | Rotate270FlipH)
+}
+
+fn decode_pixels(
+    format: Format,
+    mut decoder: Box<dyn ImageDecoder + '_>,
+    limits: &Limits,
+) -> Result<Rgb, ImageError> {
     let fail = |error| refusal(format, error);
-    let (width, height) = decoder.dimensions();
-    check_size(format, (width, height), limits)?;
     // A frame of a GIF may be larger than the picture.
     let mut of_frame = image::Limits::no_limits();
     of_frame.max_alloc = Some(4 * limits.max_pixels);
     decoder.set_limits(of_frame).map_err(fail)?;
-    // Viewers show a picture whose EXIF data is damaged.
-    let orientation = decoder.orientation().unwrap_or(Orientation::NoTransforms);
+    let (width, height) = decoder.dimensions();
+    let orientation = orientation(&mut decoder);
     let color = decoder.color_type();
     let mut pixels = vec![0; decoder.total_bytes() as usize];
     decoder.read_image(&mut pixels).map_err(fail)?;

@@ -1,7 +1,7 @@
 //! The files of pictures: from the text of a request to pixels of the size that a model sees.
 //!
-//! [`file_of`] takes the bytes of a file from what a client sent, [`decode`] makes pixels of them, and [`Rgb::resize`]
-//! gives these the size of a model's input. This module refuses to load anything: an address is an error. It knows no
+//! [`file_of`] takes the bytes of a file from what a client sent, [`size_of`] reads how large its picture is, [`decode`]
+//! makes pixels of it, and [`Rgb::resize`] gives these the size of a model's input. This module refuses to load anything: an address is an error. It knows no
 //! model and no request.
 //!
 //! Invariants: sizes are checked before memory for pixels is reserved. No input makes this module panic. What it
@@ -16,7 +16,7 @@ mod pixels;
 mod resize;
 mod source;
 
-pub use decode::{Limits, decode};
+pub use decode::{Limits, decode, size_of};
 pub use error::ImageError;
 pub use format::Format;
 pub use pixels::Rgb;

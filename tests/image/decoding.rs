@@ -5,7 +5,7 @@ use rand::{Rng as _, RngCore as _, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use sha2::{Digest as _, Sha256};
 
-use unicorn::image::{Format, Limits, Rgb, decode};
+use unicorn::image::{Format, Limits, Rgb, decode, size_of};
 
 use crate::support::images::{decoded_pictures, picture_file};
 
@@ -24,6 +24,8 @@ fn every_picture_decodes_to_its_golden() {
         let file = picture_file(name);
         let decoded = decode(&file, &Limits::default()).unwrap_or_else(|e| panic!("{name}: {e}"));
         let (largest, mean) = difference(&decoded, golden);
+        // The golden is turned as EXIF says.
+        assert_eq!(size_of(&file, &Limits::default()), Ok([golden.width(), golden.height()]), "{name}");
         let format = Format::of(&file).unwrap();
         println!("{name}: {format}, at most {largest} levels, mean {mean:.4}");
         match format {

@@ -6,7 +6,7 @@ use rand::seq::IndexedRandom as _;
 use rand::{Rng as _, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
-use unicorn::image::{Format, ImageError, Limits, decode};
+use unicorn::image::{Format, ImageError, Limits, decode, size_of};
 
 use crate::support::images::{decoded_pictures, path, picture_file};
 use crate::support::{self, PARSER_BYTES, bounded_allocation, fuzz_bodies, peak_allocation};
@@ -16,7 +16,14 @@ use crate::support::{self, PARSER_BYTES, bounded_allocation, fuzz_bodies, peak_a
 fn refusal(file: &[u8], what: &str) -> ImageError {
     let read = || decode(file, &Limits::default());
     let (result, _) = bounded_allocation(file.len(), PARSER_BYTES, what, read);
-    result.expect_err(what)
+    let error = result.expect_err(what);
+    // What is wrong with a file's header, the header tells alone.
+    let (size, _) = bounded_allocation(file.len(), PARSER_BYTES, what, || size_of(file, &Limits::default()));
+    assert!(
+        size.as_ref().is_ok_and(|size| !size.contains(&0)) || size == Err(error.clone()),
+        "{what}: {size:?}"
+    );
+    error
 }
 
 #[test]
@@ -287,7 +294,12 @@ fn pictures_at_each_limit_are_accepted_and_above_it_refused() {
     let file = picture_file("rgb.png");
     let exact = Limits { max_bytes: file.len(), max_side: 200, max_pixels: 200 * 150 };
     assert_eq!(decode(&file, &exact).unwrap().width(), 200);
-    let refused = |limits: Limits| decode(&file, &limits).unwrap_err();
+    assert_eq!(size_of(&file, &exact), Ok([200, 150]));
+    let refused = |limits: Limits| {
+        let error = decode(&file, &limits).unwrap_err();
+        assert_eq!(size_of(&file, &limits), Err(error.clone()));
+        error
+    };
     let bytes = refused(Limits { max_bytes: file.len() - 1, ..exact });
     assert_eq!(bytes, ImageError::TooManyBytes { max_bytes: file.len() - 1 });
     for limits in [Limits { max_side: 199, ..exact }, Limits { max_pixels: 200 * 150 - 1, ..exact }] {
