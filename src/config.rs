@@ -130,7 +130,14 @@ pub struct Model {
     pub precision: Precision,
     /// Whether the tower that reads images is loaded.
     pub vision: VisionMode,
+    /// The most tokens of an image whose request does not ask for more or fewer; one of [`IMAGE_TOKENS`].
+    pub image_tokens: usize,
+    /// The most tokens of an image; one of [`IMAGE_TOKENS`], and at least `image_tokens`.
+    pub max_image_tokens: usize,
 }
+
+/// The numbers of tokens that an image may have at most, if its model lets a request choose.
+pub const IMAGE_TOKENS: [usize; 5] = [70, 140, 280, 560, 1120];
 
 #[derive(Debug, Clone, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -178,6 +185,10 @@ pub struct ServedModel {
     pub precision: Option<String>,
     /// (`model`)
     pub vision: Option<String>,
+    /// (`model`)
+    pub image_tokens: Option<u32>,
+    /// (`model`)
+    pub max_image_tokens: Option<u32>,
     /// Tokens (`engine`).
     pub context: Option<u32>,
     /// (`engine`)
@@ -549,6 +560,8 @@ impl Config {
             ("model", "quantize", model.quantize.clone().map(Value::from)),
             ("model", "precision", model.precision.clone().map(Value::from)),
             ("model", "vision", model.vision.clone().map(Value::from)),
+            ("model", "image_tokens", model.image_tokens.map(Value::from)),
+            ("model", "max_image_tokens", model.max_image_tokens.map(Value::from)),
             ("engine", "context", model.context.map(Value::from)),
             ("engine", "sequences", sequences.map(Value::from)),
             ("engine", "idle_unload_s", model.ttl_s.map(Value::from)),
@@ -620,7 +633,7 @@ impl Config {
             format!("{}: {}", culprit.unwrap_or_default(), one_line(error.message()))
         })?;
         config.options = merged.clone();
-        let Config { log, server, engine, gpu, kv, npu, .. } = &config;
+        let Config { log, server, model, engine, gpu, kv, npu, .. } = &config;
         if let Some(level) = &log.level {
             check_level(level).map_err(|problem| format!("log.level: {problem}"))?;
         }
@@ -638,6 +651,19 @@ impl Config {
         in_range("server.stored_responses", server.stored_responses as u64, 0, 1 << 20)?;
         in_range("server.stored_response_bytes", server.stored_response_bytes as u64, 0, 1 << 40)?;
         in_range("server.shutdown_grace_s", server.shutdown_grace_s, 0, 3600)?;
+        for (option, tokens) in
+            [("model.image_tokens", model.image_tokens), ("model.max_image_tokens", model.max_image_tokens)]
+        {
+            if !IMAGE_TOKENS.contains(&tokens) {
+                return Err(format!("{option}: expected one of {IMAGE_TOKENS:?}, got {tokens}"));
+            }
+        }
+        if model.image_tokens > model.max_image_tokens {
+            return Err(format!(
+                "model.image_tokens: expected at most model.max_image_tokens, which is {}, got {}",
+                model.max_image_tokens, model.image_tokens
+            ));
+        }
         in_range("gpu.max_submit_ms", gpu.max_submit_ms, 1, 1000)?;
         in_range("engine.prefill_chunk", engine.prefill_chunk as u64, 1, 8192)?;
         in_range("engine.sequences", engine.sequences as u64, 1, 64)?;

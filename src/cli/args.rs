@@ -101,6 +101,12 @@ pub struct VisionOption {
     /// Load the tower with which a model reads images: auto (if it fits into memory), on, off
     #[arg(long, id = "model.vision", value_name = "MODE")]
     pub vision: Option<VisionMode>,
+    /// Most tokens of an image whose request does not ask for more or fewer: 70, 140, 280, 560, 1120 [default: 280]
+    #[arg(long, id = "model.image_tokens", value_name = "TOKENS")]
+    pub image_tokens: Option<usize>,
+    /// Most tokens that a request may ask for, for an image: 70, 140, 280, 560, 1120 [default: 1120]
+    #[arg(long, id = "model.max_image_tokens", value_name = "TOKENS")]
+    pub max_image_tokens: Option<usize>,
 }
 
 #[derive(Debug, Clone, Args)]

@@ -22,7 +22,7 @@ use crate::model::memory::{ChosenKv, Schemes};
 use crate::model::model_runner::{Loaded, ModelRunner};
 use crate::model::spec::ModelSpec;
 use crate::model::tune::{self, Trial};
-use crate::model::{self, Runner, SamplingOptions, heaps};
+use crate::model::{self, ImageBudget, Runner, SamplingOptions, heaps};
 use crate::npu::cli::Npu;
 use crate::session::Service;
 use crate::tensor::{KvDtype, Precision};
@@ -181,6 +181,11 @@ pub fn runner(files: &ModelFiles, config: &Config) -> Result<ModelRunner, Error>
     Ok(on_device(&source, None, None, config, Watch::Nothing, None, &mut |_, _| {})?.runner)
 }
 
+/// How many tokens an image may have.
+pub fn image_budget(model: &config::Model) -> ImageBudget {
+    ImageBudget { usual: model.image_tokens, most: model.max_image_tokens }
+}
+
 /// The longest time of one submit: the configured time, limited by the driver's timeout.
 fn max_submit(config: &Config) -> Duration {
     let wanted = Duration::from_millis(config.gpu.max_submit_ms);
@@ -302,6 +307,7 @@ pub fn on_device(
         sample_below,
         offload: npu.as_ref().and_then(Npu::limits),
         vision: config.model.vision,
+        image_budget: image_budget(&config.model),
         ..LoadOptions::default()
     };
     let (machine, usable) = (device.machine(), device.machine().usable(&options.memory));

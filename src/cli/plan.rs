@@ -12,13 +12,13 @@ use super::load::{self, Room};
 use super::terminal::{bytes, print};
 use crate::checkpoint::ModelFiles;
 use crate::config::Config;
+use crate::model::arch;
 use crate::model::load::{LoadError, check_draft};
 use crate::model::memory::{
     ChosenKv, DoesNotFit, DraftMemoryRequest, Fit, MAX_SEQUENCES, MemoryRequest, Schemes, quantize_modes,
 };
 use crate::model::spec::{ModelSpec, Shape};
 use crate::model::vision::TowerRequest;
-use crate::model::{ImageBudget, arch};
 use crate::npu;
 use crate::tensor::{KvDtype, QuantizeMode, Scheme, VisionMode};
 
@@ -48,7 +48,8 @@ impl Part {
     fn tower(&self, config: &Config) -> Option<TowerRequest<'_>> {
         let spec = self.config.vision.as_ref().ok()?.as_ref()?;
         let precision = config.model.precision;
-        self.tower.map(|scheme| TowerRequest { spec, scheme, precision, budget: ImageBudget::default() })
+        let budget = load::image_budget(&config.model);
+        self.tower.map(|scheme| TowerRequest { spec, scheme, precision, budget })
     }
 }
 

@@ -12,7 +12,7 @@ use std::sync::atomic::AtomicBool;
 use serde::{Deserialize, Serialize};
 
 use super::sampling::SamplingParams;
-use crate::config::Courtesy;
+use crate::config::{Courtesy, IMAGE_TOKENS};
 pub use crate::kernels::MAX_LOGPROBS;
 
 /// The most biases of one draw.
@@ -110,7 +110,7 @@ pub struct ImageBudget {
 
 impl ImageBudget {
     /// The numbers of tokens that models are trained with, from the least to the most.
-    pub const ALL: [usize; 5] = [70, 140, 280, 560, 1120];
+    pub const ALL: [usize; 5] = IMAGE_TOKENS;
 }
 
 impl Default for ImageBudget {

@@ -198,6 +198,34 @@ fn a_server_with_the_default_precision_tells_pictures_apart() {
 }
 
 #[test]
+fn numbers_of_image_tokens_that_no_model_has_are_refused_at_the_start() {
+    let model = data("gemma3-vision/vis-a");
+    let model = model.to_str().expect("UTF-8");
+    let serve = ["serve", "--port", "0", "--allow-software-vulkan", "--model", model];
+    let plan = ["plan", model, "--allow-software-vulkan"];
+    for command in [&serve[..], &plan] {
+        for (options, problem) in [
+            (
+                &["--image-tokens", "71"][..],
+                "model.image_tokens: expected one of [70, 140, 280, 560, 1120], got 71",
+            ),
+            (
+                &["--max-image-tokens", "2240"],
+                "model.max_image_tokens: expected one of [70, 140, 280, 560, 1120]",
+            ),
+            (
+                &["--image-tokens", "560", "--max-image-tokens", "140"],
+                "model.image_tokens: expected at most model.max_image_tokens, which is 140, got 560",
+            ),
+            (&["--image-tokens", "many"], "invalid value 'many'"),
+        ] {
+            let (code, _, stderr) = output(unicorn_on_software(&[command, options].concat()));
+            assert!(code != 0 && stderr.contains(problem), "{command:?} {options:?}: {stderr}");
+        }
+    }
+}
+
+#[test]
 fn models_without_their_tower_refuse_pictures_and_take_no_memory_for_one() {
     let model = data("gemma3-vision/vis-a");
     let with = Daemon::start_model(&model, &[], |_| {});

@@ -176,6 +176,16 @@ fn mistakes_in_a_list_of_models_are_named() {
         ("x", "context = \"long\"", "models.serve"),
         ("x", "colour = 3", "unknown field `colour`"),
         ("x", "quantize = \"int3\"", "models.serve, number 2: model.quantize"),
+        (
+            "x",
+            "image_tokens = 100",
+            "number 2: model.image_tokens: expected one of [70, 140, 280, 560, 1120], got 100",
+        ),
+        (
+            "x",
+            "max_image_tokens = 70",
+            "number 2: model.image_tokens: expected at most model.max_image_tokens",
+        ),
         ("x", "sequences = 65", "models.serve, number 2: engine.sequences: expected 1 to 64, got 65"),
         ("twin", "", "two models have the name \"twin\""),
         ("x", "aliases = [\"twin\"]", "two models have the name \"twin\""),

@@ -261,6 +261,8 @@ fn config_show_shows_every_option_of_the_command_line() {
         ("--kv", "int8", "dtype = \"int8\""),
         ("--precision", "f32", "precision = \"f32\""),
         ("--vision", "on", "vision = \"on\""),
+        ("--image-tokens", "140", "image_tokens = 140"),
+        ("--max-image-tokens", "560", "max_image_tokens = 560"),
         ("--vram", "1G", "vram = \"1073741824\""),
         ("--gtt", "2M", "gtt = \"2097152\""),
         ("--reserve", "3K", "reserve = \"3072\""),

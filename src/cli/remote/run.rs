@@ -60,7 +60,7 @@ fn prompt(words: &str) -> Result<Option<String>, Error> {
 fn here(config: &Config, args: args::Run, prompt: Option<String>) -> Result<(), Error> {
     let mut config = config.clone();
     // The other options of this section are those of the configured model.
-    let config::Model { quantize, precision, vision, .. } = config.model;
+    let config::Model { quantize, precision, vision, image_tokens, max_image_tokens, .. } = config.model;
     config.model = config::Model {
         path: Some(names::long_name(&args.model)),
         name: None,
@@ -72,6 +72,8 @@ fn here(config: &Config, args: args::Run, prompt: Option<String>) -> Result<(), 
         quantize,
         precision,
         vision,
+        image_tokens,
+        max_image_tokens,
     };
     let found = models::locate_configured(&mut config);
     if let Err(Error::Hub(HubError::NotPulled { name, .. } | HubError::Partial { name, .. })) = &found {
