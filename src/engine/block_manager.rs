@@ -106,8 +106,8 @@ impl Parent {
     }
 }
 
-/// The part of an image in a block. It ends with the image or with the block, and all images have the same number of
-/// tokens, so its length is known from its beginning.
+/// The part of an image in a block. It ends with the image or with the block, and images with the same hash have the same
+/// number of tokens, so its length is known from its beginning.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 struct ImagePart {
     image: ImageHash,

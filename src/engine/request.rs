@@ -67,7 +67,7 @@ pub const EVENTS: usize = 1024;
 /// Maximum length of an engine's queue.
 pub const MAX_QUEUE: usize = 4096;
 
-/// The SHA-256 of an image's pixels.
+/// The SHA-256 of an image's size and pixels.
 pub type ImageHash = [u8; 32];
 
 /// An image in a prompt.

@@ -11,7 +11,7 @@ use unicorn::engine::{
 use unicorn::model::{Batch, ImageLimits, ImageSizes, ImageSpan, Limits, SamplingParams};
 
 use crate::support::driver::{Driver, plain_sequence};
-use crate::support::engine::{END, assert_all_free, collect, image_at, request};
+use crate::support::engine::{END, assert_all_free, collect, image_at, image_of_size, request};
 use crate::support::fake_runner::{
     Control, FakeFactory, FakeRunner, fake_limits, kv_with, mixed, mixed_answer, says, seen,
 };
@@ -51,8 +51,11 @@ struct Prompt {
 impl Prompt {
     /// `images` are pairs of a position and the number of an image. The ids there are all the same.
     fn new(len: usize, images: &[(usize, u8)]) -> Self {
+        Self::with(len, images.iter().map(|(start, n)| image(*start, *n)).collect())
+    }
+
+    fn with(len: usize, images: Vec<PromptImage>) -> Self {
         let mut ids: Vec<u32> = (0..len as u32).map(|i| (i * 5 + 3) % 512).collect();
-        let images: Vec<PromptImage> = images.iter().map(|(start, n)| image(*start, *n)).collect();
         images.iter().for_each(|image| ids[image.positions.clone()].fill(7));
         Self { ids, images }
     }
@@ -180,6 +183,37 @@ fn answers_about_images_do_not_depend_on_batches_chunks_slots_and_the_cache() {
         let (encoded, spans) = (control.encodings().len() as u64, spans(&control.batches()).len() as u64);
         assert_eq!((stats.images_encoded, stats.images_encoded + stats.image_hits), (encoded, spans));
         assert!(stats.image_encoding_ns > 0 && stats.image_encoding_ns < u64::MAX / 2);
+    }
+}
+
+#[test]
+fn images_of_different_lengths_are_each_computed_as_a_whole() {
+    // Widths, heights and beginnings: of the most tokens and of one, side by side, and at both ends of a prompt.
+    let prompts: Vec<Prompt> = [
+        (40, &[([6, 1], 3), ([1, 1], 9), ([2, 2], 10), ([3, 1], 30)][..]),
+        (40, &[([2, 3], 3), ([1, 1], 9), ([2, 2], 10)]),
+        (40, &[([3, 2], 3), ([1, 1], 9), ([2, 2], 10)]),
+        (17, &[([1, 5], 0), ([1, 4], 13)]),
+        (9, &[([3, 1], 6)]),
+    ]
+    .into_iter()
+    .map(|(len, images)| {
+        Prompt::with(len, images.iter().map(|(size, start)| image_of_size(*start, *size, 1)).collect())
+    })
+    .collect();
+    for (max_batch_tokens, slots) in [(6, 1), (7, 2), (11, 1), (40, 3)] {
+        let sizes = ImageSizes::ByTokens { unit: 1 };
+        let images = Some(ImageLimits { sizes, ..image_limits(TOKENS, slots) });
+        let (engine, control) = start(Limits { max_batch_tokens, images, ..limits(slots) }, false);
+        for _ in 0..2 {
+            let streams: Vec<_> =
+                prompts.iter().map(|prompt| engine.submit(prompt.request(20)).expect("accepted")).collect();
+            for (mut stream, prompt) in streams.into_iter().zip(&prompts) {
+                assert_eq!(collect(&mut stream).0, prompt.answer(20, 0), "{prompt:?}, {max_batch_tokens}");
+            }
+        }
+        assert!(control.encodings().len() >= 8, "the prompts have eight different images");
+        assert_all_free(&engine);
     }
 }
 

@@ -22,7 +22,7 @@ use unicorn::model::{
 };
 
 use crate::support::driver::plain_sequence;
-use crate::support::engine::{END, assert_all_free, collect, image_at, request};
+use crate::support::engine::{END, assert_all_free, collect, image_at, image_of_size, request};
 use crate::support::fake_runner::{
     Control, FakeRunner, HANG, Script, fake_limits, fake_logprobs, fake_pooled, kv_with, mixed, mixed_answer,
     says, seen,
@@ -1445,21 +1445,34 @@ fn random_limits(rng: &mut ChaCha8Rng) -> Limits {
         images: rng.random_bool(0.7).then(|| {
             let tokens = rng.random_range(1..=max_batch_tokens.min(12));
             let slots = rng.random_range(1..4);
-            ImageLimits { sizes: ImageSizes::Fixed { side: 1 }, tokens, usual_tokens: tokens, slots }
+            let sizes = match rng.random() {
+                true => ImageSizes::ByTokens { unit: 1 },
+                false => ImageSizes::Fixed { side: 1 },
+            };
+            ImageLimits { sizes, tokens, usual_tokens: tokens, slots }
         }),
     }
 }
 
-/// Up to two of three images, at random positions of a prompt. The prompt may then end with the last one.
+/// Up to two images of a few, at random positions of a prompt. The prompt may then end with the last one.
 fn random_images(rng: &mut ChaCha8Rng, limits: &Limits, prompt: &mut Vec<u32>) -> Vec<PromptImage> {
-    let Some(ImageLimits { tokens, .. }) = limits.images else { return Vec::new() };
+    let Some(ImageLimits { sizes, tokens: most, .. }) = limits.images else { return Vec::new() };
     let (mut images, mut free) = (Vec::new(), 0);
     for _ in 0..rng.random_range(0..3) {
         // Many prompts have an image at the same position.
         let start = free + [0, 1, 5, rng.random_range(0..100)].choose(rng).expect("not empty");
-        if start + tokens <= prompt.len() {
-            images.push(image_at(start, tokens, rng.random_range(0..3)));
-            free = start + tokens;
+        let n = rng.random_range(0..3);
+        let image = match sizes {
+            ImageSizes::Fixed { .. } => image_at(start, most, n),
+            ImageSizes::ByTokens { .. } => {
+                // Few sizes, so that the same image comes again. Two of them have as many tokens as each other.
+                let sizes = [[1, 1], [most, 1], [1, most], [most.div_ceil(2), 1]];
+                image_of_size(start, *sizes.choose(rng).expect("not empty"), n)
+            }
+        };
+        if image.positions.end <= prompt.len() {
+            free = image.positions.end;
+            images.push(image);
         }
     }
     if free > 0 && rng.random_bool(0.3) {

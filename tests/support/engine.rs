@@ -18,6 +18,14 @@ pub fn image_at(start: usize, tokens: usize, n: u8) -> PromptImage {
     PromptImage { positions: start..start + tokens, hash: [n; 32], size: [1; 2], pixels: [n; 3].into() }
 }
 
+/// Image `n` of a token for each of its pixels, from `start` on. Images of different sizes have different hashes.
+pub fn image_of_size(start: usize, size: [usize; 2], n: u8) -> PromptImage {
+    let tokens = size[0] * size[1];
+    let mut hash = [n; 32];
+    hash[..2].copy_from_slice(&size.map(|side| side as u8));
+    PromptImage { positions: start..start + tokens, hash, size, pixels: vec![n; 3 * tokens].into() }
+}
+
 /// The ids of all token events, and the last event.
 pub fn collect(stream: &mut TokenStream) -> (Vec<u32>, Event) {
     let mut ids = Vec::new();

@@ -4,7 +4,7 @@
 //! and a hash of all tokens up to it. So a step that reads a block that was shared, copied, freed or reused wrongly
 //! fails. With a draft model there is a second cache, for that model.
 //!
-//! The embeddings of an image are a hash of its pixels. A token of an image depends on this hash and on its row, and
+//! The embeddings of an image are a hash of its size and pixels. A token of an image depends on this hash and on its row, and
 //! not on its id. So a block with a part of another image fails, too. Scripts see other ids in the place of images
 //! ([`seen`]).
 
@@ -129,39 +129,47 @@ fn seen_id(image: u64, row: usize, vocab_size: usize) -> u32 {
     (fold(image, row as u64) % vocab_size as u64) as u32
 }
 
-fn embeddings(pixels: &[u8]) -> u64 {
-    pixels.iter().fold(0x1234_5678_9abc_def1, |h, byte| fold(h, u64::from(*byte)))
+fn embeddings([width, height]: [usize; 2], pixels: &[u8]) -> u64 {
+    let size = fold(fold(0x1234_5678_9abc_def1, width as u64), height as u64);
+    pixels.iter().fold(size, |h, byte| fold(h, u64::from(*byte)))
 }
 
 /// The ids that scripts see for a prompt with images.
 pub fn seen(prompt: &[u32], images: &[PromptImage], vocab_size: usize) -> Vec<u32> {
     let mut seen = prompt.to_vec();
-    for PromptImage { positions, pixels, .. } in images {
+    for PromptImage { positions, size, pixels, .. } in images {
         for (row, position) in positions.clone().enumerate() {
-            seen[position] = seen_id(embeddings(pixels), row, vocab_size);
+            seen[position] = seen_id(embeddings(*size, pixels), row, vocab_size);
         }
     }
     seen
+}
+
+/// An image in a slot.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Encoded {
+    embeddings: u64,
+    tokens: usize,
 }
 
 /// A token in the cache.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Token {
     id: u32,
-    /// The embeddings of its image, and its row there.
-    image: Option<(u64, usize)>,
+    /// Its image, and its row there.
+    image: Option<(Encoded, usize)>,
 }
 
 impl Token {
     fn fold_into(self, hash: u64) -> u64 {
         match self.image {
-            Some((image, row)) => fold(fold(hash, image), !(row as u64)),
+            Some((image, row)) => fold(fold(hash, image.embeddings), !(row as u64)),
             None => fold(hash, u64::from(self.id) + 1),
         }
     }
 
     fn seen(self, vocab_size: usize) -> u32 {
-        self.image.map_or(self.id, |(image, row)| seen_id(image, row, vocab_size))
+        self.image.map_or(self.id, |(image, row)| seen_id(image.embeddings, row, vocab_size))
     }
 }
 
@@ -241,8 +249,8 @@ pub struct FakeRunner {
     history: Vec<Vec<u32>>,
     /// Sums of hidden states, by slot.
     sums: Vec<[f32; 3]>,
-    /// The embeddings of images, by slot of images.
-    images: Vec<Option<u64>>,
+    /// The images by slot.
+    images: Vec<Option<Encoded>>,
     tickets: u64,
     /// Whether courtesy limits the runner to one step in flight.
     is_bound: bool,
@@ -324,15 +332,14 @@ impl FakeRunner {
     /// of an image whose beginning is in the cache, within every window.
     fn tokens(&self, s: &BatchSequence, ids: &[u32], before: &[Token]) -> Vec<Token> {
         let mut tokens: Vec<Token> = ids.iter().map(|id| Token { id: *id, image: None }).collect();
-        let size = self.limits.images.map_or(0, |images| images.tokens);
         let (mut free, mut begun) = (0, before.last().and_then(|last| last.image));
         for span in &s.images {
             assert!(matches!(s.input, Input::Ids(_)), "an image must be in the prompt");
-            assert!(
-                free <= span.start && span.row + span.tokens == size,
-                "{span:?} is not in order, or split"
-            );
             let image = self.images[span.slot as usize].expect("the slot has an image");
+            assert!(
+                free <= span.start && span.row + span.tokens == image.tokens,
+                "{span:?} is not in order, or split: {image:?}"
+            );
             assert!(span.row == 0 || span.start == 0, "{span:?} has no beginning");
             if span.row > 0 {
                 let rows = before[s.start - span.row..].iter().map(|token| token.image);
@@ -346,7 +353,10 @@ impl FakeRunner {
             }
             free = span.start + span.tokens;
         }
-        assert!(begun.is_none_or(|(_, row)| row + 1 == size), "the input lacks the rest of an image");
+        assert!(
+            begun.is_none_or(|(image, row)| row + 1 == image.tokens),
+            "the input lacks the rest of an image"
+        );
         tokens
     }
 
@@ -480,7 +490,7 @@ impl Runner for FakeRunner {
         assert_eq!(pixels.len(), limits.pixel_bytes(tokens), "bytes of pixels");
         assert!(self.unmasked.is_none(), "an image was encoded before the masks of the last step");
         // Steps in flight have read the slot when they were submitted.
-        self.images[slot as usize] = Some(embeddings(pixels));
+        self.images[slot as usize] = Some(Encoded { embeddings: embeddings(size, pixels), tokens });
         self.control.encode(slot, pixels, self.pending.len())
     }
 
