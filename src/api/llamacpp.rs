@@ -20,7 +20,7 @@ use utoipa::{PartialSchema, ToSchema};
 
 use crate::api::error::ApiError;
 use crate::api::exchange::{self, Client};
-use crate::api::openai::conversation::{ChatMessages, TemplateFields, messages};
+use crate::api::openai::conversation::{ChatMessages, ImageFields, TemplateFields, messages};
 use crate::api::openai::models::ModelList;
 use crate::api::openai::tools::ChatToolFields;
 use crate::api::openapi::{AuthErrors, BodyErrors, post_route};
@@ -111,6 +111,7 @@ wire::composed! {
         text: TokenizeFields,
         tools: ChatToolFields,
         template: TemplateFields,
+        images: ImageFields,
     }
 }
 
@@ -233,7 +234,7 @@ post_route! {
     tokenize(server, client: Client, body) -> Json<Tokenized> {
         let work = exchange::process_body(&server, &client, body, |server, body| {
             let request = TokenizeRequest::read(&wire::object(body)?)?;
-            let TokenizeRequest { text, tools, template } = request;
+            let TokenizeRequest { text, tools, template, images: of_images } = request;
             // Tools are always checked, as the document says.
             let tools = tools.tools()?;
             let conversation = text.messages.map(messages).transpose()?;
@@ -265,6 +266,7 @@ post_route! {
                             let conversation = GenerateRequest {
                                 messages,
                                 images,
+                                image_tokens: of_images.tokens(),
                                 tools,
                                 ending,
                                 template_kwargs,

@@ -18,7 +18,7 @@ pub use answer::{AnswerText, Delta, Reason};
 pub use conversation::{Call, Conversation};
 pub use error::SessionError;
 pub use grammar::ResponseGrammar;
-pub use images::Image;
+pub use images::{AskedImageTokens, Detail, Image};
 pub use request::{GenerateRequest, Thinking, Truncation};
 pub use service::{Service, random_u64, truncate};
 pub use tools::{MAX_TOOLS, Tool, ToolChoice, Tools};

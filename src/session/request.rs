@@ -1,7 +1,7 @@
 //! A request to generate, the same for every wire format.
 
 use super::grammar::ResponseGrammar;
-use super::images::Image;
+use super::images::{AskedImageTokens, Image};
 use super::tools::Tools;
 use crate::model::SamplingOptions;
 use crate::text::{Message, PromptEnding, TemplateKwargs};
@@ -14,6 +14,8 @@ pub struct GenerateRequest {
     pub messages: Vec<Message>,
     /// The images, which the messages refer to by their index.
     pub images: Vec<Image>,
+    /// The most tokens of each image, whatever its detail. `None` = as the image's detail says.
+    pub image_tokens: Option<AskedImageTokens>,
     pub max_tokens: Option<usize>,
     pub sampling: SamplingOptions,
     /// Token ids, and the value to add to the logit of each. Ids are unique, and no value is 0.

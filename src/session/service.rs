@@ -8,7 +8,7 @@ use super::answer::AnswerText;
 use super::conversation::as_text;
 use super::error::SessionError;
 use super::grammar::ResponseGrammar;
-use super::images::{self, HeldImages};
+use super::images::{HeldImages, ImageBudgets};
 use super::mask::{AnswerMask, CallGuard, Failure, ThoughtGuard, TokenRules};
 use super::request::{GenerateRequest, Truncation};
 use super::tools::ToolChoice;
@@ -173,7 +173,8 @@ impl Service {
         Ok((engine, answer.at_start()))
     }
 
-    /// The token ids of the request's conversation, with the descriptions of its tools. Images are counted, but not decoded.
+    /// The token ids of the request's conversation, with the descriptions of its tools. Images are counted, but not decoded: of
+    /// their files, only the headers are read, and these only if the number of tokens depends on them.
     pub fn conversation(&self, request: &GenerateRequest) -> Result<Vec<u32>, SessionError> {
         self.prompt(request).map(|prompt| prompt.ids)
     }
@@ -187,13 +188,15 @@ impl Service {
         let with_defaults = (!self.template_kwargs.is_empty()).then(|| kwargs.over(&self.template_kwargs));
         let kwargs = with_defaults.as_ref().unwrap_or(kwargs);
         let images: Vec<usize> = messages.iter().flat_map(|message| message.content.images()).collect();
-        let image_limits = match images.first() {
-            None => None,
-            Some(first) => Some(self.image_limits().map_err(|problem| {
+        let budgets = match (self.image_limits(), images.first()) {
+            (Ok((limits, tokens)), _) => Some((ImageBudgets::new(limits, request.image_tokens)?, tokens)),
+            (Err(_), None) => None,
+            (Err(problem), Some(first)) => {
                 let param = request.images[*first].kind_param.clone();
-                SessionError::Unsupported { param, problem: problem.to_owned() }
-            })?),
+                return Err(SessionError::Unsupported { param, problem: problem.to_owned() });
+            }
         };
+        let budgets = budgets.filter(|_| !images.is_empty());
         let (messages, tools) = match self.calls.syntax.in_template {
             true => (self.template.arrange(messages), tools.for_template()),
             false => (self.template.arrange(&tools.describe_in(&as_text(messages))), Vec::new()),
@@ -204,7 +207,7 @@ impl Service {
             TextError::Raised(words) => SessionError::Text(self.refused_message(&words, &input)),
             error => self.refusal(error),
         };
-        if let (true, None) = (self.special_in_content, image_limits) {
+        if let (true, None) = (self.special_in_content, budgets) {
             let text = self.template.text(&input).map_err(refusal)?;
             return Ok(PromptIds { ids: self.encode(&text, false, keep)?, images: Vec::new() });
         }
@@ -215,12 +218,12 @@ impl Service {
             }
             false => self.template.prompt(&self.tokenizer, &input).map_err(refusal)?,
         };
-        match image_limits {
+        match budgets {
             None => {
                 let ids = self.ids(prompt.text.len(), keep, || prompt.ids(&self.tokenizer))?;
                 Ok(PromptIds { ids, images: Vec::new() })
             }
-            Some((limits, tokens)) => self.ids_with_images(&prompt, images, &limits, &tokens, keep),
+            Some((budgets, tokens)) => self.ids_with_images(request, &prompt, images, &budgets, &tokens),
         }
     }
 
@@ -240,23 +243,27 @@ impl Service {
     /// The ids of a prompt with these images, which are given by their indices in the request.
     fn ids_with_images(
         &self,
+        request: &GenerateRequest,
         prompt: &Prompt,
         images: Vec<usize>,
-        limits: &ImageLimits,
+        budgets: &ImageBudgets,
         tokens: &ImageTokens,
-        keep: Option<usize>,
     ) -> Result<PromptIds, SessionError> {
         let (context, vocab_size) = (self.engine.limits().max_context, self.engine.limits().vocab_size);
-        let of_images = images.len().saturating_mul(limits.tokens);
-        if keep.is_none() && of_images >= context {
-            return Err(context_exceeded(of_images, context));
-        }
+        let keep = self.kept(request);
+        let check = |of_images: usize| match keep.is_none() && of_images >= context {
+            true => Err(context_exceeded(of_images, context)),
+            false => Ok(()),
+        };
+        // The first check bounds the number of files whose headers are read.
+        check(budgets.least_tokens(images.len()))?;
+        let counts = budgets.tokens(images.iter().map(|image| &request.images[*image]))?;
+        check(counts.iter().sum())?;
         let mut positions = Vec::new();
         // The ids are cut below.
         let all = keep.map(|_| usize::MAX);
         let mut ids = self.ids(prompt.text.len(), all, || {
-            let count = (images.len(), limits.tokens);
-            let (mut ids, found) = prompt.ids_with_images(&self.tokenizer, tokens, count)?;
+            let (mut ids, found) = prompt.ids_with_images(&self.tokenizer, tokens, &counts)?;
             // A model may have no row for the token. The engine ignores the ids there.
             for id in found.iter().flat_map(|at| at.clone()) {
                 ids[id] = if ids[id] as usize >= vocab_size { 0 } else { ids[id] };
@@ -290,7 +297,7 @@ impl Service {
         let bytes = prompt.images.iter().map(|(at, _)| limits.pixel_bytes(at.len())).sum();
         let held = HeldImages::take(bytes)?;
         let images = prompt.images.iter().map(|(at, image)| (at.clone(), &request.images[*image]));
-        Ok((images::decoded(images, &limits)?, Some(held)))
+        Ok((ImageBudgets::new(limits, request.image_tokens)?.decoded(images)?, Some(held)))
     }
 
     /// How many of the prompt's last ids to keep. `None` = all.

@@ -1,8 +1,9 @@
 //! The tokens of images in a prompt.
 //!
-//! A template writes one token for an image. The model was trained with more around it: an empty line, the token that
-//! begins an image, one token in each place of the image's embeddings, the token that ends it, and an empty line. These are
-//! put into the text before it is tokenized, because their newlines join those of the text beside them in one token.
+//! A template writes one token for an image. The model was trained with more: the token that begins an image, one token in
+//! each place of the image's embeddings, and the token that ends it, with an empty line before and after in some families.
+//! These are put into the text before it is tokenized, because their newlines join those of the text beside them in one
+//! token.
 //!
 //! Only a token that the template wrote is an image's. The name of such a token in the text of a message is text.
 
@@ -18,6 +19,8 @@ use super::tokenizer::Tokenizer;
 #[derive(Debug, Clone, Copy)]
 pub struct ImageTokens {
     syntax: ImageSyntax,
+    /// `begin` or `soft`.
+    written: u32,
     begin: u32,
     soft: u32,
     end: u32,
@@ -35,39 +38,40 @@ impl Tokenizer {
     pub fn image_tokens(&self) -> Option<ImageTokens> {
         let syntax = self.family()?.image?;
         let id = |token: &str| self.token_id(token);
-        Some(ImageTokens { begin: id(syntax.begin)?, soft: id(syntax.soft)?, end: id(syntax.end)?, syntax })
+        let (written, begin) = (id(syntax.written)?, id(syntax.begin)?);
+        Some(ImageTokens { syntax, written, begin, soft: id(syntax.soft)?, end: id(syntax.end)? })
     }
 }
 
 impl Prompt {
-    /// The ids of a prompt with `count` images of `tokens` tokens each, and the positions of these tokens, image by image.
-    /// One token before the positions begins the image, and one after them ends it.
+    /// The ids of a prompt with images of so many `tokens` each, and the positions of these tokens, image by image. One token
+    /// before the positions begins the image, and one after them ends it.
     ///
-    /// An error if the template did not write `count` images.
+    /// An error if the template did not write so many images.
     pub fn ids_with_images(
         &self,
         tokenizer: &Tokenizer,
         image: &ImageTokens,
-        (count, tokens): (usize, usize),
+        tokens: &[usize],
     ) -> Result<(Vec<u32>, Vec<Range<usize>>), TextError> {
-        // The template writes the one, and never the other.
-        for (id, name, expected) in
-            [(image.begin, image.syntax.begin, count), (image.soft, image.syntax.soft, 0)]
-        {
+        // The template writes one of them, and never the other.
+        for (id, name) in [(image.begin, image.syntax.begin), (image.soft, image.syntax.soft)] {
+            let expected = if id == image.written { tokens.len() } else { 0 };
             let written = self.placed.iter().filter(|token| token.id == id).count();
             if written != expected {
                 return Err(TextError::Images { name, written, expected });
             }
         }
-        // Nothing in the text depends on the number of an image's tokens, so one stands for all of them.
+        // Nothing in the text depends on the number of an image's tokens, so one stands for all of its tokens.
         let whole = self.with_whole_images(image);
         let short = tokenizer.encode_around(&whole.text, &whole.placed, false)?;
-        let mut ids = Vec::with_capacity(short.len() + count * tokens);
-        let mut positions = Vec::with_capacity(count);
+        let mut ids = Vec::with_capacity(short.len() + tokens.iter().sum::<usize>());
+        let (mut positions, mut left) = (Vec::with_capacity(tokens.len()), tokens.iter());
         for id in short {
             if id == image.soft {
-                positions.push(ids.len()..ids.len() + tokens);
-                ids.extend(std::iter::repeat_n(id, tokens));
+                let count = *left.next().expect("one token for each image");
+                positions.push(ids.len()..ids.len() + count);
+                ids.extend(std::iter::repeat_n(id, count));
             } else {
                 ids.push(id);
             }
@@ -77,11 +81,11 @@ impl Prompt {
 
     /// The prompt with all tokens of each image, of which one is for its embeddings.
     fn with_whole_images(&self, image: &ImageTokens) -> Prompt {
-        let ImageSyntax { begin, soft, end, around } = image.syntax;
+        let ImageSyntax { written, begin, soft, end, around } = image.syntax;
         let mut whole = Prompt { text: String::new(), placed: Vec::with_capacity(3 * self.placed.len()) };
         let mut from = 0;
         for token in &self.placed {
-            if token.id != image.begin {
+            if token.id != image.written {
                 let moved = whole.text.len() - from;
                 let range = token.range.start + moved..token.range.end + moved;
                 whole.placed.push(Placed { range, name: token.name + moved, ..token.clone() });
@@ -95,7 +99,7 @@ impl Prompt {
                 whole.placed.push(Placed { range: at..whole.text.len(), name: at, id, kind: Kind::Hidden });
             }
             whole.text.push_str(around);
-            from = token.name + begin.len();
+            from = token.name + written.len();
         }
         whole.text.push_str(&self.text[from..]);
         whole

@@ -8,16 +8,16 @@ use base64::engine::general_purpose::STANDARD;
 use serde_json::{Value, json};
 use unicorn::image::{Filter, Limits as FileLimits, decode};
 use unicorn::model::Limits;
-use unicorn::session::{GenerateRequest, Image, Service, SessionError, Truncation};
+use unicorn::session::{AskedImageTokens, Detail, GenerateRequest, Image, Service, SessionError, Truncation};
 use unicorn::text::{Content, Message, Part};
 
 use crate::support::app::{
-    IMAGE_SIDE, IMAGES, app_that_says, app_that_takes_images, image_limits, recorded, service_with,
-    shows_its_prompt,
+    App, FamilyText, IMAGE_SIDE, IMAGES, SIZED_IMAGES, app_that_says, app_that_takes_images, image_limits,
+    recorded, service_with, shows_its_prompt, sized_image_limits,
 };
-use crate::support::fake_runner::kv_with;
+use crate::support::fake_runner::{kv_with, says};
 use crate::support::http::{assert_at_rest, get, post_to, send_json};
-use crate::support::images::picture_file;
+use crate::support::images::{picture_file, png};
 use crate::support::json::with;
 use crate::support::tokenizers::{image_tokenizer, tokenizer};
 
@@ -26,6 +26,14 @@ const RESPONSES: &str = "/v1/responses";
 const MESSAGES: &str = "/v1/messages";
 const OLLAMA_CHAT: &str = "/api/chat";
 const OLLAMA_GENERATE: &str = "/api/generate";
+
+/// The routes that only count tokens: whose body they take, and the field of their answer.
+const COUNTS: [(&str, &str, &str); 4] = [
+    (CHAT, "/v1/chat/completions/input_tokens", "input_tokens"),
+    (CHAT, "/tokenize", "count"),
+    (RESPONSES, "/v1/responses/input_tokens", "input_tokens"),
+    (MESSAGES, "/v1/messages/count_tokens", "input_tokens"),
+];
 
 fn base64(name: &str) -> String {
     STANDARD.encode(picture_file(name))
@@ -67,7 +75,8 @@ fn refused(service: &Service, request: &GenerateRequest) -> SessionError {
 }
 
 fn image(name: &str) -> Image {
-    Image { param: "file".into(), kind_param: "kind".into(), file: data_uri(name).into() }
+    let file = data_uri(name).into();
+    Image { param: "file".into(), kind_param: "kind".into(), file, detail: Detail::Usual }
 }
 
 #[test]
@@ -233,7 +242,7 @@ fn requests() -> Vec<(&'static str, Value, &'static str)> {
     ] {
         all.push((CHAT, user(json!([text("a"), image_url(&url), text("b")])), "a\u{1}b"));
     }
-    let detail = json!({"type": "image_url", "image_url": {"url": uri, "detail": "whatever"}});
+    let detail = json!({"type": "image_url", "image_url": {"url": uri, "detail": "high"}});
     let plain = json!({"type": "image_url", "image_url": uri});
     all.push((CHAT, user(json!([detail, plain])), "\u{1}\u{1}"));
     let asked = json!({"role": "user", "content": [image_url(&uri)]});
@@ -307,12 +316,7 @@ async fn every_form_of_an_image_becomes_the_same_prompt() {
         assert_eq!(counted, expected.len() as u64, "{path}: {answer}");
         assert_eq!(answer.get("context"), None, "ids hold no images");
         // So do the routes that only count.
-        for (of, count, name) in [
-            (CHAT, "/v1/chat/completions/input_tokens", "input_tokens"),
-            (CHAT, "/tokenize", "count"),
-            (RESPONSES, "/v1/responses/input_tokens", "input_tokens"),
-            (MESSAGES, "/v1/messages/count_tokens", "input_tokens"),
-        ] {
+        for (of, count, name) in COUNTS {
             if of == path {
                 let (status, _, counted) = send_json(&app.router, post_to(count, body.to_string())).await;
                 assert_eq!(
@@ -535,4 +539,282 @@ fn pictures_that_are_decoded_at_the_same_time_all_arrive() {
     let hashes: Vec<[u8; 32]> =
         threads.collect::<Vec<_>>().into_iter().map(|thread| thread.join().expect("ends")).collect();
     assert!(hashes.iter().all(|hash| *hash == hashes[0]));
+}
+
+/// A model whose images have as many tokens as their sizes give: at most 140 of usual images, and 280 of others.
+fn sized_service() -> Service {
+    let family = FamilyText::new("gemma4-images");
+    family.service_with(sized_image_limits(), says(&[], family.end()))
+}
+
+fn sized_app() -> App {
+    let family = FamilyText::new("gemma4-images");
+    family.app_with(sized_image_limits(), says(&family.plain("Hi"), family.end()))
+}
+
+/// The ids of this text as a user's message to that model, with `\u{1}` for each image, which has so many tokens.
+fn sized_prompt(text: &str, counts: &[usize]) -> Vec<u32> {
+    let mut parts = text.split('\u{1}');
+    let mut text = parts.next().expect("a part").to_owned();
+    for (part, count) in parts.zip(counts) {
+        text += &format!("<|image>{}<image|>{part}", "<|image|>".repeat(*count));
+    }
+    let whole = format!("<bos><|turn>user\n{text}<turn|>\n<|turn>model\n<|channel>thought\n<channel|>");
+    FamilyText::new("gemma4-images").tokenizer.encode(&whole, false).expect("encodes")
+}
+
+fn image_of(file: &[u8], detail: Detail) -> Image {
+    let file = STANDARD.encode(file).into();
+    Image { param: "file".into(), kind_param: "kind".into(), file, detail }
+}
+
+/// The width and height of pictures whose images have 63, 130 or 266 tokens of at most 70, 140 or 280.
+const WIDE: (u32, u32) = (64, 48);
+
+#[test]
+fn each_image_has_as_many_tokens_as_its_size_and_detail_give() {
+    let service = sized_service();
+    let wide = png(WIDE.0, WIDE.1);
+    // The last one lies on its side in the file.
+    let images = [
+        image_of(&wide, Detail::Usual),
+        image_of(&wide, Detail::Low),
+        image_of(&wide, Detail::High),
+        image_of(&png(1, 1), Detail::Usual),
+        image_of(&picture_file("exif6.jpg"), Detail::Low),
+    ];
+    let upright = decode(&picture_file("exif6.jpg"), &FileLimits::default()).expect("a picture");
+    let upright = [upright.width() as usize, upright.height() as usize];
+    let of_upright =
+        |budget: usize| SIZED_IMAGES.tokens_of(SIZED_IMAGES.fit(upright, budget)).expect("it fits");
+    assert_ne!(SIZED_IMAGES.fit(upright, 70), SIZED_IMAGES.fit([upright[1], upright[0]], 70));
+    let parts: Vec<Part<'_>> =
+        [0, 1, 2, 3, 4, 0].into_iter().flat_map(|n| [Part::Image(n), Part::Text("a")]).collect();
+    let asked = |tokens: Option<usize>| GenerateRequest {
+        image_tokens: tokens.map(|tokens| AskedImageTokens { param: "image_tokens", tokens }),
+        ..request(&parts, &images)
+    };
+    for (tokens, counts) in [
+        (None, [130, 63, 266, 121, of_upright(70), 130]),
+        (Some(70), [63, 63, 63, 64, of_upright(70), 63]),
+        (Some(280), [266, 266, 266, 256, of_upright(280), 266]),
+    ] {
+        let budgets = [140, 70, 280, 140, 70, 140].map(|usual| tokens.unwrap_or(usual));
+        let (engine, _) = service.prepare(&asked(tokens)).expect("prepared");
+        assert_eq!(
+            engine.prompt,
+            sized_prompt("\u{1}a\u{1}a\u{1}a\u{1}a\u{1}a\u{1}a", &counts),
+            "{tokens:?}"
+        );
+        assert_eq!(service.conversation(&asked(tokens)).as_ref(), Ok(&engine.prompt));
+        assert_eq!(engine.images.len(), counts.len());
+        let files = [&wide, &wide, &wide, &png(1, 1), &picture_file("exif6.jpg"), &wide];
+        for (((image, count), file), budget) in engine.images.iter().zip(counts).zip(files).zip(budgets) {
+            assert_eq!(image.positions.len(), count);
+            let picture = decode(file, &FileLimits::default()).expect("a picture");
+            let size = SIZED_IMAGES.fit([picture.width() as usize, picture.height() as usize], budget);
+            let resized = picture.resize(size[0] as u32, size[1] as u32, Filter::Bicubic);
+            assert_eq!((&image.pixels[..], image.hash), (resized.pixels(), resized.sha256()));
+            assert_eq!((image.size, image.pixels.len()), (size, SIZED_IMAGES.pixel_bytes(count)));
+        }
+        // Caches tell the same file in different sizes apart.
+        let hashes = [0, 1, 2, 5].map(|n: usize| engine.images[n].hash);
+        assert_eq!(hashes[0], hashes[3]);
+        assert_eq!(hashes[0] == hashes[1] && hashes[0] == hashes[2], tokens.is_some());
+    }
+}
+
+#[test]
+fn sized_images_are_read_only_as_far_as_needed() {
+    let service = sized_service();
+    let wide = png(WIDE.0, WIDE.1);
+    let cut = image_of(&wide[..wide.len() / 2], Detail::High);
+    let unreadable = Image { file: "?".into(), ..cut.clone() };
+    let prepared = |count: usize, image: &Image| {
+        let parts: Vec<Part<'_>> = (0..count).map(|_| Part::Image(0)).collect();
+        let request = request(&parts, std::slice::from_ref(image));
+        (service.conversation(&request), refused(&service, &request))
+    };
+    // The header suffices for a count, and not for an answer.
+    let (counted, error) = prepared(1, &cut);
+    assert_eq!(counted, Ok(sized_prompt("\u{1}", &[266])));
+    assert!(error.to_string().starts_with("file: is a PNG image that ends too early"), "{error}");
+    let (counted, error) = prepared(1, &unreadable);
+    assert_eq!(counted, Err(error.clone()));
+    assert!(error.to_string().starts_with("file: is not valid base64"), "{error}");
+    // A prompt that is too long is refused without its pixels, or without its files if each image had one token.
+    for (count, image) in [(8, &cut), (2000, &unreadable)] {
+        let (_, error) = prepared(count, image);
+        let SessionError::Context { tokens: Some((prompt, 2000)), .. } = error else { panic!("{error:?}") };
+        assert!(prompt >= 2000, "{prompt}");
+    }
+}
+
+#[tokio::test]
+async fn detail_and_image_tokens_say_how_many_tokens_an_image_has() {
+    let app = sized_app();
+    let file = STANDARD.encode(png(WIDE.0, WIDE.1));
+    let user = |content: Value| json!([{"role": "user", "content": content}]);
+    let chat = |detail: Value, more: Value| {
+        let part = json!({"type": "image_url", "image_url": {"url": file, "detail": detail}});
+        with(json!({"messages": user(json!([part]))}), more)
+    };
+    let response = |detail: Value, more: Value| {
+        let part = json!({"type": "input_image", "image_url": file, "detail": detail});
+        with(json!({"input": user(json!([part]))}), more)
+    };
+    let message = |more: Value| {
+        let source = json!({"type": "base64", "media_type": "image/png", "data": file});
+        let part = json!({"type": "image", "source": source});
+        with(json!({"max_tokens": 5, "messages": user(json!([part]))}), more)
+    };
+    let ollama = |options: Value| {
+        let said = json!({"role": "user", "content": "", "images": [file]});
+        json!({"stream": false, "think": false, "messages": [said], "options": options})
+    };
+    let soft = |tokens: u64| json!({"mm_processor_kwargs": {"max_soft_tokens": tokens, "other": 1}});
+    let both = with(json!({"image_tokens": 140}), soft(70));
+    let mut cases = vec![
+        (MESSAGES, message(json!({})), 130),
+        (MESSAGES, message(json!({"image_tokens": 280})), 266),
+        (OLLAMA_CHAT, ollama(json!({})), 130),
+        (OLLAMA_CHAT, ollama(json!({"image_tokens": 70})), 63),
+        (
+            OLLAMA_GENERATE,
+            json!({"stream": false, "think": false, "images": [file], "options": {"image_tokens": 70}}),
+            63,
+        ),
+    ];
+    for (detail, tokens) in [
+        (Value::Null, 130),
+        (json!("auto"), 130),
+        (json!("low"), 63),
+        (json!("high"), 266),
+        (json!("original"), 266),
+    ] {
+        for (more, tokens) in [
+            (json!({}), tokens),
+            (json!({"image_tokens": 70}), 63),
+            (json!({"image_tokens": 280}), 266),
+            (soft(280), 266),
+            (both.clone(), 130),
+        ] {
+            cases.push((CHAT, chat(detail.clone(), more.clone()), tokens));
+            cases.push((RESPONSES, response(detail.clone(), more), tokens));
+        }
+    }
+    for (path, body, tokens) in cases {
+        let (status, _, answer) = send_json(&app.router, post_to(path, body.to_string())).await;
+        assert_eq!(status, 200, "{path}, {tokens} tokens: {answer}");
+        let counts =
+            ["prompt_tokens", "input_tokens", "cache_read_input_tokens"].map(|name| &answer["usage"][name]);
+        let counts = counts.into_iter().chain([&answer["prompt_eval_count"]]);
+        let counted: u64 = counts.filter_map(Value::as_u64).sum();
+        let expected = sized_prompt("\u{1}", &[tokens]).len();
+        assert_eq!(counted, expected as u64, "{path}, {tokens} tokens: {answer}");
+        for (of, count, name) in COUNTS {
+            if of == path {
+                let (_, _, counted) = send_json(&app.router, post_to(count, body.to_string())).await;
+                assert_eq!(counted[name], json!(expected), "{count}, {tokens} tokens: {counted}");
+            }
+        }
+    }
+
+    for (path, body, param, problem) in [
+        (
+            CHAT,
+            chat(json!("huge"), json!({})),
+            "messages[0].content[0].image_url.detail",
+            "expected low, auto, high or original",
+        ),
+        (
+            RESPONSES,
+            response(json!("huge"), json!({})),
+            "input[0].content[0].detail",
+            "expected low, auto, high or original",
+        ),
+        (
+            CHAT,
+            chat(Value::Null, json!({"image_tokens": 71})),
+            "image_tokens",
+            "expected one of [70, 140, 280, 560, 1120], got 71",
+        ),
+        (
+            CHAT,
+            chat(Value::Null, json!({"image_tokens": 560})),
+            "image_tokens",
+            "at most 280, which the server's option --max-image-tokens",
+        ),
+        (CHAT, chat(Value::Null, soft(71)), "mm_processor_kwargs.max_soft_tokens", "expected one of"),
+        (CHAT, chat(Value::Null, json!({"image_tokens": 0})), "image_tokens", "expected an integer from 1"),
+        (CHAT, json!({"messages": user(json!("a")), "image_tokens": 71}), "image_tokens", "expected one of"),
+        (RESPONSES, response(Value::Null, json!({"image_tokens": 1120})), "image_tokens", "at most 280"),
+        (MESSAGES, message(json!({"image_tokens": 1120})), "image_tokens", "at most 280"),
+        (OLLAMA_CHAT, ollama(json!({"image_tokens": 1120})), "options.image_tokens", "at most 280"),
+    ] {
+        for path in COUNTS.into_iter().filter(|(of, ..)| *of == path).map(|(_, count, _)| count).chain([path])
+        {
+            let (status, _, answer) = send_json(&app.router, post_to(path, body.to_string())).await;
+            let error = &answer["error"];
+            let message = error["message"].as_str().or(error.as_str()).expect("a message");
+            let named = message.strip_prefix(&format!("{param}: ")).unwrap_or_else(|| panic!("{message}"));
+            assert!(status == 400 && named.contains(problem), "{path}: {status} {message}");
+        }
+    }
+    assert_at_rest(&app.router).await;
+}
+
+#[tokio::test]
+async fn a_file_that_cannot_be_read_is_refused_where_its_tokens_are_counted() {
+    let app = sized_app();
+    let whole = png(WIDE.0, WIDE.1);
+    for (file, answers_count) in [(&whole[..whole.len() / 2], 200), (&whole[..20], 400), (b"text", 400)] {
+        let file = STANDARD.encode(file);
+        let part = json!({"type": "input_image", "image_url": file});
+        let source = json!({"type": "base64", "media_type": "image/png", "data": file});
+        let block = json!({"type": "image", "source": source});
+        let user = |content: Value| json!([{"role": "user", "content": content}]);
+        for (path, body, param) in [
+            (
+                CHAT,
+                json!({"messages": user(json!([image_url(&file)]))}),
+                "messages[0].content[0].image_url.url",
+            ),
+            (RESPONSES, json!({"input": user(json!([part]))}), "input[0].content[0].image_url"),
+            (
+                MESSAGES,
+                json!({"max_tokens": 9, "messages": user(json!([block]))}),
+                "messages[0].content[0].source.data",
+            ),
+        ] {
+            let counts = COUNTS.into_iter().filter(|(of, ..)| *of == path);
+            for (route, expected) in counts.map(|(_, count, _)| (count, answers_count)).chain([(path, 400)]) {
+                let (status, _, answer) = send_json(&app.router, post_to(route, body.to_string())).await;
+                assert_eq!(status, expected, "{route}: {answer}");
+                let message = answer["error"]["message"].as_str().unwrap_or(param);
+                assert!(message.starts_with(param), "{route}: {message}");
+            }
+        }
+    }
+    assert_at_rest(&app.router).await;
+}
+
+#[tokio::test]
+async fn images_of_one_size_have_one_number_of_tokens() {
+    let app = app_that_takes_images(shows_its_prompt("Hi").0);
+    for (tokens, expected) in [(16, 200), (280, 400), (15, 400)] {
+        let parts = json!([image_url(&data_uri("one.png"))]);
+        let body = json!({"messages": [{"role": "user", "content": parts}], "image_tokens": tokens});
+        let (status, _, answer) = send_json(&app.router, post_to(CHAT, body.to_string())).await;
+        assert_eq!(status, expected, "{answer}");
+        if expected == 400 {
+            let message =
+                format!("image_tokens: every image of this model has 16 tokens: expected 16, got {tokens}");
+            assert_eq!(answer["error"]["message"], message);
+        }
+    }
+    // A model that reads text only has no images for which the field could be wrong.
+    let body = json!({"messages": [{"role": "user", "content": "a"}], "image_tokens": 71});
+    let (status, _, answer) = send_json(&app_that_says("Hi").router, post_to(CHAT, body.to_string())).await;
+    assert_eq!(status, 200, "{answer}");
 }

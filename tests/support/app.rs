@@ -137,6 +137,16 @@ pub const IMAGES: ImageLimits =
     ImageLimits { sizes: ImageSizes::Fixed { side: IMAGE_SIDE }, tokens: 16, usual_tokens: 16, slots: 4 };
 pub const IMAGE_SIDE: usize = 28;
 
+/// How a scripted model takes images of different numbers of tokens. A token has few pixels, for speed.
+pub const SIZED_IMAGES: ImageLimits =
+    ImageLimits { sizes: ImageSizes::ByTokens { unit: 2 }, tokens: 280, usual_tokens: 140, slots: 4 };
+
+/// The limits of such a model.
+pub fn sized_image_limits() -> Limits {
+    let kv = kv_with(600, 200);
+    Limits { images: Some(SIZED_IMAGES), max_batch_tokens: 300, kv, max_context: 2000, ..limits() }
+}
+
 /// The limits of a model that takes images. It has embeddings for the tokens of images.
 pub fn image_limits() -> Limits {
     Limits { images: Some(IMAGES), vocab_size: 576, ..limits() }
@@ -218,6 +228,8 @@ impl FamilyText {
             // Qwen 3.5 has the control tokens of Qwen.
             "qwen35" => ("qwen-tokenizer", "qwen35-template"),
             "gemma4" => ("gemma4-tokenizer", "gemma4-tokenizer"),
+            // With the tokens around images.
+            "gemma4-images" => ("../gemma4-vision/vis4-a", "../gemma4-vision/vis4-a"),
             other => panic!("no family {other}"),
         };
         let read = |folder: &str, file: &str| {
@@ -263,14 +275,24 @@ impl FamilyText {
 
     /// An app whose model is of this family, and answers as the script says.
     pub fn app(&self, script: Script) -> App {
+        self.app_with(long_limits(), script)
+    }
+
+    /// Like [`Self::app`], with these limits.
+    pub fn app_with(&self, limits: Limits, script: Script) -> App {
         let server = Server::new(MODEL, OPTIONS, AccessPolicy::default());
         let text = (self.tokenizer.clone(), self.template(), vec![self.end()]);
-        loaded_as(2, server, long_limits(), DEFAULTS, script, text)
+        loaded_as(2, server, limits, DEFAULTS, script, text)
     }
 
     /// The service of such a model without an API.
     pub fn service(&self, script: Script) -> Service {
-        let (runner, _) = FakeRunner::new(long_limits(), script);
+        self.service_with(long_limits(), script)
+    }
+
+    /// Like [`Self::service`], with these limits.
+    pub fn service_with(&self, limits: Limits, script: Script) -> Service {
+        let (runner, _) = FakeRunner::new(limits, script);
         let engine = Engine::start(runner, EngineConfig::default());
         let (tokenizer, template) = (self.tokenizer.clone(), self.template());
         let calls = CallFormat::of(&template, &tokenizer);

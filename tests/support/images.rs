@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::LazyLock;
 
+use image::{ExtendedColorType, ImageEncoder as _};
 use unicorn::image::Rgb;
 
 use super::data;
@@ -15,6 +16,15 @@ pub fn path(name: &str) -> PathBuf {
 
 pub fn picture_file(name: &str) -> Vec<u8> {
     std::fs::read(path(name)).unwrap_or_else(|e| panic!("{name}: {e}"))
+}
+
+/// The PNG of a picture of this size.
+pub fn png(width: u32, height: u32) -> Vec<u8> {
+    let samples: Vec<u8> = (0..width * height * 3).map(|i| (i * 7 % 251) as u8).collect();
+    let mut png = Vec::new();
+    let encoder = image::codecs::png::PngEncoder::new(&mut png);
+    encoder.write_image(&samples, width, height, ExtendedColorType::Rgb8).expect("a PNG");
+    png
 }
 
 /// The goldens by the names of the files.

@@ -10,16 +10,18 @@ use utoipa::ToSchema;
 
 use crate::api::error::ApiError;
 use crate::api::exchange::Parsed;
-use crate::api::openai::conversation::{push_image, unknown_part};
+use crate::api::openai::conversation::unknown_part;
 use crate::api::openai::other_fields::{self, OtherFields};
 use crate::api::thinking::ThinkingParam;
 use crate::api::tools::{Choice, Definition, ParametersSchema, TOOL_CHOICE, add_result, chosen, tool_list};
 use crate::api::wire;
-use crate::api::wire::bounded::{List, MaxTokens, Probability, Salt, ToolName, numbers, texts, wrong_length};
+use crate::api::wire::bounded::{
+    ImageTokens, List, MaxTokens, Probability, Salt, ToolName, numbers, texts, wrong_length,
+};
 use crate::api::wire::union::{Anything, ListedBesideText, Refused, TextOr, words};
 use crate::api::wire::{JsonObject, field, required, short};
 use crate::model::SamplingOptions;
-use crate::session::{Call, Conversation, GenerateRequest, MAX_TOOLS, ResponseGrammar, Tools};
+use crate::session::{Call, Conversation, Detail, GenerateRequest, Image, MAX_TOOLS, ResponseGrammar, Tools};
 use crate::text::{Content, GrammarSource, MAX_STOP_BYTES, MAX_STOPS, PromptEnding};
 
 numbers! {
@@ -82,6 +84,9 @@ pub(in crate::api) struct ConversationFields {
     #[schema(inline)]
     thinking: Option<ThinkingParam>,
     output_config: Option<OutputConfig>,
+    /// The most tokens of each image. A model that lets a request choose has 70, 140, 280, 560 and 1120, of which the server's
+    /// options may allow fewer. Every other model has one number.
+    image_tokens: Option<ImageTokens>,
     /// Not supported.
     container: Option<Refused>,
     /// Not supported.
@@ -286,6 +291,7 @@ impl ConversationFields {
         let request = GenerateRequest {
             messages,
             images,
+            image_tokens: self.image_tokens.map(|tokens| tokens.asked("image_tokens")),
             ending,
             tools,
             grammar,
@@ -451,7 +457,8 @@ fn add_image(
 ) -> Result<(), ApiError> {
     let file = required(file, at, "source")?;
     let param = field(&field(at, "source"), "data");
-    push_image(conversation, content, field(at, "type"), param, file);
+    let image = Image { param, kind_param: field(at, "type"), file: file.into(), detail: Detail::Usual };
+    content.push_image(conversation.image(image));
     Ok(())
 }
 

@@ -6,7 +6,7 @@ use utoipa::ToSchema;
 use super::answer::{AnswerFormat, LineEnd, LineHead, OllamaCall, Piece, Route};
 use super::fields::{AnswerForm, OllamaAnswerFields};
 use crate::api::error::ApiError;
-use crate::api::openai::conversation::{CallArguments, call, push_image};
+use crate::api::openai::conversation::{CallArguments, call};
 use crate::api::openai::logprobs::TokenLogprob;
 use crate::api::openai::tools::ChatToolFields;
 use crate::api::openapi::{OllamaErrors, post_route};
@@ -15,7 +15,9 @@ use crate::api::wire::reply::{Assistant, replies};
 use crate::api::wire::union::Lines;
 use crate::api::wire::{self, field, short};
 use crate::engine::Request;
-use crate::session::{AnswerText, Conversation, GenerateRequest, Image, MAX_TOOLS, Service, SessionError};
+use crate::session::{
+    AnswerText, Conversation, Detail, GenerateRequest, Image, MAX_TOOLS, Service, SessionError,
+};
 use crate::text::{Content, Message, PromptEnding};
 
 type OllamaChatLines = Lines<OllamaChat>;
@@ -186,7 +188,13 @@ pub(super) fn content(
 ) -> Content {
     let mut content = Content::default();
     for (i, file) in images.into_iter().flatten().enumerate() {
-        push_image(conversation, &mut content, at.to_owned(), format!("{at}[{i}]"), file);
+        let image = Image {
+            param: format!("{at}[{i}]"),
+            kind_param: at.to_owned(),
+            file: file.into(),
+            detail: Detail::Usual,
+        };
+        content.push_image(conversation.image(image));
     }
     content.push_text(text);
     content

@@ -13,8 +13,8 @@ use utoipa::{PartialSchema, ToSchema};
 use crate::api::error::ApiError;
 use crate::api::openai::other_fields::{self, OtherFields};
 use crate::api::wire::bounded::{
-    List, MaxTokensOrNone, Penalty, Probability, RepetitionPenalty, Seed, StopText, Temperature, TopK,
-    TopLogprobs, numbers,
+    ImageTokens, List, MaxTokensOrNone, Penalty, Probability, RepetitionPenalty, Seed, StopText, Temperature,
+    TopK, TopLogprobs, numbers,
 };
 use crate::api::wire::union::{TextOr, words};
 use crate::api::wire::{self, JsonObject};
@@ -91,6 +91,9 @@ pub(in crate::api) struct OllamaKnownOptions {
     /// The answer ends before the first of these texts.
     #[schema(inline)]
     stop: Option<Stops>,
+    /// The most tokens of each image. A model that lets a request choose has 70, 140, 280, 560 and 1120, of which the server's
+    /// options may allow fewer. Every other model has one number.
+    image_tokens: Option<ImageTokens>,
 }
 
 /// Whether to think: a boolean, or how much.
@@ -226,6 +229,7 @@ impl OllamaAnswerFields {
             },
             seed: options.seed.and_then(Seed::get),
             stop: options.stop.unwrap_or_default().0.into_iter().map(|stop| stop.0).collect(),
+            image_tokens: options.image_tokens.map(|tokens| tokens.asked("options.image_tokens")),
             logprobs: wanted.then_some(top as usize),
             grammar: source.map(|source| ResponseGrammar { source, param: "format".into() }),
             ..GenerateRequest::default()

@@ -12,7 +12,7 @@ use crate::api::exchange::{
     self, Failed, FinishReason, Format, Head, Parsed, Prompts, Reply, TimingsReport, Usage, json_text,
 };
 use crate::api::ids::new_id;
-use crate::api::openai::conversation::{ChatMessages, TemplateFields, messages};
+use crate::api::openai::conversation::{ChatMessages, ImageFields, TemplateFields, messages};
 use crate::api::openai::grammar::GrammarFields;
 use crate::api::openai::logprobs::TokenLogprob;
 use crate::api::openai::options::{AnswerOptions, Form};
@@ -48,6 +48,7 @@ wire::composed! {
         tools: ChatToolFields,
         thinking: ChatThinkingFields,
         template: TemplateFields,
+        images: ImageFields,
         options: AnswerOptions,
         grammar: GrammarFields,
         other: OtherFields<other_fields::Chat>,
@@ -83,7 +84,9 @@ words! {
 /// Parses a body.
 pub(in crate::api) fn parse(body: &[u8]) -> Result<Parsed<Form>, ApiError> {
     let request = ChatCompletionRequest::read(&wire::object(body)?)?;
-    let ChatCompletionRequest { chat, tools, thinking, template, options, grammar, .. } = request;
+    let ChatCompletionRequest {
+        chat, tools, thinking, template, images: of_images, options, grammar, ..
+    } = request;
     let (messages, images) = messages(chat.messages)?;
     if chat.modalities.is_some_and(|modalities| modalities.iter().any(|m| *m != Modality::Text)) {
         return Err(ApiError::unsupported("modalities", "this server answers with text only"));
@@ -98,6 +101,7 @@ pub(in crate::api) fn parse(body: &[u8]) -> Result<Parsed<Form>, ApiError> {
     let request = GenerateRequest {
         messages,
         images,
+        image_tokens: of_images.tokens(),
         tools,
         ending,
         thinking,

@@ -6,10 +6,10 @@ use utoipa::ToSchema;
 use crate::api::error::ApiError;
 use crate::api::openai::tools::{FunctionType, check_type};
 use crate::api::tools::add_result;
-use crate::api::wire::bounded::List;
+use crate::api::wire::bounded::{ImageTokens, List};
 use crate::api::wire::union::{BesideText, ListedBesideText, Refused, TextOr, expected, words};
 use crate::api::wire::{JsonObject, field, required};
-use crate::session::{Call, Conversation, Image, MAX_TOOLS};
+use crate::session::{AskedImageTokens, Call, Conversation, Detail, Image, MAX_TOOLS};
 use crate::text::{Content, Message, PromptEnding, TemplateKwargs};
 
 words! {
@@ -17,6 +17,19 @@ words! {
         System = "system", Developer = "developer", User = "user", Assistant = "assistant", Tool = "tool"
     } or Other;
     ChatPartType { Text = "text", ImageUrl = "image_url" } or Other;
+    /// How closely a model looks at an image, if it lets a request choose. `original` means `high`.
+    ImageDetail { Low = "low", Auto = "auto", High = "high", Original = "original" };
+}
+
+impl ImageDetail {
+    /// The detail of an image with this field.
+    pub fn of(field: Option<Self>) -> Detail {
+        match field {
+            Some(Self::Low) => Detail::Low,
+            None | Some(Self::Auto) => Detail::Usual,
+            Some(Self::High | Self::Original) => Detail::High,
+        }
+    }
 }
 
 /// The messages of a conversation.
@@ -73,8 +86,9 @@ impl ListedBesideText for ChatPart {
 pub(in crate::api) struct ImageUrl {
     /// The file, as `data:image/png;base64,...` or as base64 alone. Nothing is loaded from an address.
     url: String,
-    #[allow(dead_code, reason = "an image always has the same number of tokens")]
-    detail: Option<String>,
+    /// How many tokens the image may have, if the model lets a request choose: 70 (`low`), as the server's options say
+    /// (`auto`), or as many as the server allows (`high`, `original`).
+    detail: Option<ImageDetail>,
 }
 
 impl BesideText for ImageUrl {
@@ -121,6 +135,33 @@ pub(in crate::api) struct TemplateFields {
     continue_final_message: Option<bool>,
     /// Whether a new answer begins after the last message; true by default. Not together with `continue_final_message`.
     add_generation_prompt: Option<bool>,
+}
+
+/// How many tokens the images of a request may have.
+#[derive(Debug, Deserialize, ToSchema)]
+pub(in crate::api) struct ImageFields {
+    /// The most tokens of each image, whatever its `detail`. A model that lets a request choose has 70, 140, 280, 560 and 1120,
+    /// of which the server's options may allow fewer. Every other model has one number.
+    image_tokens: Option<ImageTokens>,
+    /// In vLLM's form; `image_tokens` takes precedence.
+    mm_processor_kwargs: Option<ProcessorFields>,
+}
+
+#[derive(Debug, Deserialize, ToSchema)]
+struct ProcessorFields {
+    /// The same as `image_tokens`.
+    max_soft_tokens: Option<ImageTokens>,
+}
+
+impl ImageFields {
+    /// The number that the request asks for.
+    pub fn tokens(&self) -> Option<AskedImageTokens> {
+        let of_processor = || {
+            let tokens = self.mm_processor_kwargs.as_ref()?.max_soft_tokens?;
+            Some(tokens.asked("mm_processor_kwargs.max_soft_tokens"))
+        };
+        self.image_tokens.map(|tokens| tokens.asked("image_tokens")).or_else(of_processor)
+    }
 }
 
 /// The messages for the template, and their images. The roles are system, developer, user, assistant or tool.
@@ -193,28 +234,22 @@ fn content(
         match part.r#type {
             ChatPartType::Text => joined.push_text(&required(part.text, &at, "text")?),
             ChatPartType::ImageUrl => {
-                let (name, file) = match required(part.image_url, &at, "image_url")? {
-                    TextOr::Text(url) => ("image_url", url),
-                    TextOr::Other(ImageUrl { url, .. }) => ("image_url.url", url),
+                let (name, file, detail) = match required(part.image_url, &at, "image_url")? {
+                    TextOr::Text(url) => ("image_url", url, None),
+                    TextOr::Other(ImageUrl { url, detail }) => ("image_url.url", url, detail),
                 };
-                push_image(conversation, &mut joined, field(&at, "type"), field(&at, name), file);
+                let image = Image {
+                    param: field(&at, name),
+                    kind_param: field(&at, "type"),
+                    file: file.into(),
+                    detail: ImageDetail::of(detail),
+                };
+                joined.push_image(conversation.image(image));
             }
             ChatPartType::Other(kind) => return Err(unknown_part(&at, &kind, ChatPartType::WORDS)),
         }
     }
     Ok(joined)
-}
-
-/// Adds an image to a content of the conversation. `kind_param` is the field that asks for an image, and `param` the one
-/// that has the file.
-pub(in crate::api) fn push_image(
-    conversation: &mut Conversation,
-    content: &mut Content,
-    kind_param: String,
-    param: String,
-    file: String,
-) {
-    content.push_image(conversation.image(Image { param, kind_param, file: file.into() }));
 }
 
 /// Refuses a part of an unknown type; `known` are the types that may be there.

@@ -111,7 +111,7 @@ const SPECULATION: &str = "speculation changes how fast an answer comes, and not
 const CACHING: &str = "the prefix cache is always on";
 const STORES_NOTHING: &str = "the server keeps no chats";
 const ONE_MODEL: &str = "engine.idle_unload_s, or keep_alive of the last request of Ollama's API, says when the model is unloaded";
-const MEDIA_FIXED: &str = "every image is read in the same way";
+const MEDIA_FIXED: &str = "the file of every image is read in the same way";
 const OWN_TEMPLATE: &str =
     "the checkpoint's own chat template is used; use /v1/completions for a prompt of your own";
 const ONLY_IN_CHATS: &str = "chats and completions have it";
@@ -182,7 +182,6 @@ const OF_ANSWERS: &[OtherField] = &[
     ignored("request_id", VLLM, "use the header x-request-id"),
     ignored("kv_transfer_params", VLLM, "there is one server"),
     ignored("media_io_kwargs", VLLM, MEDIA_FIXED),
-    ignored("mm_processor_kwargs", VLLM, MEDIA_FIXED),
     refused("format", OLLAMA, NO_TEXT, "use response_format"),
     refused("options", OLLAMA, NO_OBJECT, IN_THE_BODY),
     refused("template", OLLAMA, NO_TEXT, OWN_TEMPLATE),
@@ -228,6 +227,7 @@ const OF_COMPLETIONS: &[OtherField] = &[
     refused("max_completion_tokens", OPENAI, NEVER_OFF, "use max_tokens"),
     refused("top_logprobs", OPENAI, ZERO, "use logprobs"),
     refused("tools", OPENAI, NO_LIST, "use /v1/chat/completions"),
+    ignored("mm_processor_kwargs", VLLM, "a completion has no images"),
     refused("prompt_embeds", VLLM, NEVER_OFF, "send a text or token ids as prompt"),
     refused("add_special_tokens", VLLM, TRUE, "send token ids as prompt"),
     refused("raw", OLLAMA, &[Off::False, Off::True], "a prompt is always raw"),
@@ -272,6 +272,7 @@ const OF_MESSAGES: &[OtherField] = &[
     refused("logprobs", OPENAI, FALSE, ONLY_IN_CHATS),
     refused("top_logprobs", OPENAI, ZERO, ONLY_IN_CHATS),
     refused("structured_outputs", VLLM, NEVER_OFF, "use output_config.format"),
+    refused("mm_processor_kwargs", VLLM, NO_OBJECT, "use image_tokens"),
 ];
 
 const BY_SERVER: &str = "the server's own options decide it at its start";

@@ -10,6 +10,7 @@ use utoipa::{PartialSchema, ToSchema};
 
 use crate::api::wire::union::{BesideText, ListedBesideText, reference, with_reference};
 use crate::model::MAX_LOGPROBS;
+use crate::session::AskedImageTokens;
 use crate::text::MAX_STOP_BYTES;
 
 /// A number as JSON has it.
@@ -165,6 +166,8 @@ numbers! {
     /// The number of tokens of an answer.
     MaxTokens: i64 = 1..=MOST;
     MaxTokensOrNone: i64 = 0..=MOST;
+    /// The number of tokens of an image. The model says which of them it has.
+    ImageTokens: i64 = 1..=MOST;
     /// A completion's limit of tokens; -1 is what the context holds.
     MaxTokensOrAll: i64 = -1..=MOST;
     /// vLLM's clients write -1 for "off".
@@ -172,6 +175,13 @@ numbers! {
     TopLogprobs: i64 = 0..=MAX_LOGPROBS as i64;
     /// The number of answers to one prompt.
     AnswerCount: i64 = 1..=128;
+}
+
+impl ImageTokens {
+    /// The number, from the field `param`.
+    pub fn asked(self, param: &'static str) -> AskedImageTokens {
+        AskedImageTokens { param, tokens: self.0 as usize }
+    }
 }
 
 impl MaxTokens {

@@ -10,6 +10,7 @@ pub(super) static GEMMA: Family = Family {
     between_turns: &["<start_of_turn>", "<end_of_turn>"],
     thought: None,
     image: Some(ImageSyntax {
+        written: "<start_of_image>",
         begin: "<start_of_image>",
         soft: "<image_soft_token>",
         end: "<end_of_image>",

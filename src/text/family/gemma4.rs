@@ -1,6 +1,6 @@
 //! The conversations of Gemma 4.
 
-use super::syntax::{Family, ThoughtSyntax};
+use super::syntax::{Family, ImageSyntax, ThoughtSyntax};
 
 pub(super) static GEMMA4: Family = Family {
     mark: "<|turn>",
@@ -14,5 +14,11 @@ pub(super) static GEMMA4: Family = Family {
         close: "<channel|>",
         again_after: Some("<tool_response|>"),
     }),
-    image: None,
+    image: Some(ImageSyntax {
+        written: "<|image|>",
+        begin: "<|image>",
+        soft: "<|image|>",
+        end: "<image|>",
+        around: "",
+    }),
 };

@@ -22,7 +22,8 @@ pub struct Family {
 /// The tokens of an image in a prompt.
 #[derive(Debug, Clone, Copy)]
 pub(in crate::text) struct ImageSyntax {
-    /// The token that a template writes for an image.
+    /// The token that a template writes for an image: `begin` or `soft`.
+    pub written: &'static str,
     pub begin: &'static str,
     /// The token in the places of the image's embeddings.
     pub soft: &'static str,

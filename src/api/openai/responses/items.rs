@@ -11,13 +11,13 @@ use utoipa::{IntoParams, ToSchema};
 
 use crate::api::error::ApiError;
 use crate::api::ids::new_id;
-use crate::api::openai::conversation::{CallArguments, call, push_image, unknown_part};
+use crate::api::openai::conversation::{CallArguments, ImageDetail, call, unknown_part};
 use crate::api::tools::add_result;
 use crate::api::wire;
 use crate::api::wire::bounded::List;
 use crate::api::wire::union::{ListedBesideText, Refused, TextOr, expected, words};
 use crate::api::wire::{field, required, short};
-use crate::session::Conversation;
+use crate::session::{Conversation, Image};
 use crate::text::Content;
 
 /// The content of an item.
@@ -71,8 +71,8 @@ pub(in crate::api) struct InputPart {
     refusal: Option<String>,
     /// For `input_image`: the file, as `data:image/png;base64,...` or as base64 alone. Nothing is loaded from an address.
     image_url: Option<String>,
-    #[allow(dead_code, reason = "an image always has the same number of tokens")]
-    detail: Option<String>,
+    /// For `input_image`: how many tokens the image may have, as in a chat.
+    detail: Option<ImageDetail>,
     /// Not supported: this server stores no files.
     file_id: Option<Refused>,
 }
@@ -204,7 +204,13 @@ fn content(
             InputPartType::InputImage => {
                 const IMAGE_URL: &str = "image_url";
                 let file = required(part.image_url, &at, IMAGE_URL)?;
-                push_image(conversation, &mut joined, field(&at, "type"), field(&at, IMAGE_URL), file);
+                let image = Image {
+                    param: field(&at, IMAGE_URL),
+                    kind_param: field(&at, "type"),
+                    file: file.into(),
+                    detail: ImageDetail::of(part.detail),
+                };
+                joined.push_image(conversation.image(image));
             }
             InputPartType::Other(kind) => {
                 return Err(unknown_part(&at, &kind, &["input_text", "output_text", "input_image"]));

@@ -11,6 +11,7 @@ use utoipa::ToSchema;
 
 use crate::api::error::ApiError;
 use crate::api::exchange::Parsed;
+use crate::api::openai::conversation::ImageFields;
 use crate::api::openai::grammar::FormatType;
 use crate::api::openai::other_fields::{OtherFields, Response};
 use crate::api::openai::responses::items::{Input, conversation_of, kept_input};
@@ -42,6 +43,7 @@ wire::composed! {
     ResponsesRequest {
         response: ResponseFields,
         tools: ResponseToolFields,
+        images: ImageFields,
         other: OtherFields<Response>,
     }
 }
@@ -130,7 +132,7 @@ pub(in crate::api) fn parse(
 ) -> Result<Parsed<Form>, ApiError> {
     let before = |id: &str| server.responses.get(id, owner).map(|stored| stored.items());
     let body = wire::object(body)?;
-    let ResponsesRequest { response: fields, tools, .. } = ResponsesRequest::read(&body)?;
+    let ResponsesRequest { response: fields, tools, images: of_images, .. } = ResponsesRequest::read(&body)?;
     fields.refuse_unsupported()?;
     let (tools, warnings) = tools.tools()?;
     let (grammar, format) = fields.text_format(&body)?;
@@ -178,6 +180,7 @@ pub(in crate::api) fn parse(
     let request = GenerateRequest {
         messages,
         images,
+        image_tokens: of_images.tokens(),
         max_tokens,
         sampling: SamplingOptions {
             temperature: fields.temperature.map(|t| t.0 as f32),
