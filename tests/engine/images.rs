@@ -202,7 +202,7 @@ fn images_of_different_lengths_are_each_computed_as_a_whole() {
     })
     .collect();
     for (max_batch_tokens, slots) in [(6, 1), (7, 2), (11, 1), (40, 3)] {
-        let sizes = ImageSizes::ByTokens { unit: 1 };
+        let sizes = ImageSizes::ByTokens { unit: 1, longest: usize::MAX };
         let images = Some(ImageLimits { sizes, ..image_limits(TOKENS, slots) });
         let (engine, control) = start(Limits { max_batch_tokens, images, ..limits(slots) }, false);
         for _ in 0..2 {

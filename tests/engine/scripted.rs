@@ -1446,7 +1446,7 @@ fn random_limits(rng: &mut ChaCha8Rng) -> Limits {
             let tokens = rng.random_range(1..=max_batch_tokens.min(12));
             let slots = rng.random_range(1..4);
             let sizes = match rng.random() {
-                true => ImageSizes::ByTokens { unit: 1 },
+                true => ImageSizes::ByTokens { unit: 1, longest: usize::MAX },
                 false => ImageSizes::Fixed { side: 1 },
             };
             ImageLimits { sizes, tokens, usual_tokens: tokens, slots }
