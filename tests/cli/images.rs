@@ -1,6 +1,8 @@
 //! The shipped server with a model that reads images: the tokens of transformers through every API, cached pictures, and
 //! models without a tower.
 
+use std::path::PathBuf;
+
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
 use serde_json::{Value, json};
@@ -29,19 +31,23 @@ fn post(server: &Daemon, path: &str, body: &Value) -> (u16, Value) {
     (status, serde_json::from_str(&answer).unwrap_or_else(|error| panic!("{error}: {answer}")))
 }
 
+/// The folder of a model by its name.
+fn folder_of(model: &str) -> PathBuf {
+    let family = if model.starts_with("vis4") { "gemma4" } else { "gemma3" };
+    data(format!("{family}-vision/{model}"))
+}
+
 /// What transformers answers to a prompt of a golden file: the text of all ids before the first one that the tokenizer lacks,
 /// and their number.
 fn golden_answer(model: &str, prompt: &str) -> (String, usize) {
-    let folder = data(format!("gemma3-vision/{model}"));
-    let tokenizer = std::fs::read(folder.join("tokenizer.json")).expect("a tokenizer");
+    let tokenizer = std::fs::read(folder_of(model).join("tokenizer.json")).expect("a tokenizer");
     golden_text(model, prompt, &tokenizer)
 }
 
 /// As [`golden_answer`], with this `tokenizer.json`.
 fn golden_text(model: &str, prompt: &str, tokenizer: &[u8]) -> (String, usize) {
-    let folder = data(format!("gemma3-vision/{model}"));
     let tokenizer = Tokenizer::from_bytes(tokenizer, "tokenizer.json").expect("a tokenizer");
-    let ids = Goldens::open(&folder).tokens(&format!("greedy.{prompt}.tokens"));
+    let ids = Goldens::open(&folder_of(model)).tokens(&format!("greedy.{prompt}.tokens"));
     let known = ids.iter().position(|id| tokenizer.token(*id).is_none()).unwrap_or(ids.len());
     (tokenizer.decode(&ids[..known], true), known)
 }
@@ -124,6 +130,41 @@ fn a_checkpoint_of_transformers_5_answers_as_transformers_does() {
     });
     let (status, answer) = post(&server, "/v1/chat/completions", &body);
     assert_eq!((status, &answer["choices"][0]["message"]["content"]), (200, &json!(expected)), "{answer}");
+}
+
+/// A tower with dense layers and one with experts after it, and a model without a tower. Pictures of different sizes have different
+/// numbers of tokens, which the request bounds.
+#[test]
+fn gemma_4_answers_about_pictures_as_transformers_does() {
+    for model in ["vis4-a", "vis4-b", "vis4-c"] {
+        let (expected, tokens) = golden_answer(model, "adjacent");
+        let facts = std::fs::read(folder_of(model).join("goldens.json")).expect("facts");
+        let facts: Value = serde_json::from_slice(&facts).expect("JSON");
+        let prompt = &facts["prompts"]["adjacent"];
+        assert_eq!(prompt["images"], json!(["wide", "tall"]));
+        let words = &prompt["messages"][0]["content"][2]["text"];
+        let options = [&EXACT[..], &["--max-image-tokens", "280"]].concat();
+        let server = Daemon::start_model(&folder_of(model), &options, |_| {});
+        let ask = |detail: &str, more: Value| {
+            let mut parts = [part("wide"), part("tall"), json!({"type": "text", "text": words})];
+            parts[..2].iter_mut().for_each(|part| part["image_url"]["detail"] = detail.into());
+            let mut body = json!({
+                "messages": [{"role": "user", "content": parts}], "max_tokens": tokens, "temperature": 0, "ignore_eos": true
+            });
+            body.as_object_mut().expect("an object").extend(more.as_object().expect("fields").clone());
+            let (status, answer) = post(&server, "/v1/chat/completions", &body);
+            assert_eq!(status, 200, "{model}: {answer}");
+            let prompt_tokens = answer["usage"]["prompt_tokens"].as_u64().expect("a number") as usize;
+            (answer["choices"][0]["message"]["content"].as_str().expect("a text").to_owned(), prompt_tokens)
+        };
+        let of_golden = (expected, prompt["tokens"].as_array().expect("ids").len());
+        assert_eq!(ask("low", json!({})), of_golden, "{model}");
+        assert_eq!(ask("high", json!({"image_tokens": 70})), of_golden, "{model}");
+        // 256 tokens instead of 64, and 276 at most instead of 44.
+        let (_, longer) = ask("high", json!({}));
+        assert!((of_golden.1 + 300..of_golden.1 + 430).contains(&longer), "{model}: {longer} tokens");
+        assert_eq!(ask("low", json!({})), of_golden, "{model}, cached");
+    }
 }
 
 /// `unicorn run --image` asks the server that runs, and says what to do without one.

@@ -138,8 +138,12 @@ pub const IMAGES: ImageLimits =
 pub const IMAGE_SIDE: usize = 28;
 
 /// How a scripted model takes images of different numbers of tokens. A token has few pixels, for speed.
-pub const SIZED_IMAGES: ImageLimits =
-    ImageLimits { sizes: ImageSizes::ByTokens { unit: 2, longest: 280 }, tokens: 280, usual_tokens: 140, slots: 4 };
+pub const SIZED_IMAGES: ImageLimits = ImageLimits {
+    sizes: ImageSizes::ByTokens { unit: 2, longest: 280 },
+    tokens: 280,
+    usual_tokens: 140,
+    slots: 4,
+};
 
 /// The limits of such a model.
 pub fn sized_image_limits() -> Limits {
