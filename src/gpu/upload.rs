@@ -73,6 +73,11 @@ impl<'a, E: From<GpuError> + Send> Uploader<'a, E> {
         Uploader { staged: true, ..self }
     }
 
+    /// Whether the device executes nothing, so that no byte matters. Nothing is read or copied then.
+    pub fn discards(&self) -> bool {
+        self.device.notes.is_some()
+    }
+
     /// Fills `to` piece by piece: `produce(offset, piece)` writes the bytes that belong at byte `offset`. The size of
     /// each piece is a multiple of `unit` bytes, except the last.
     pub fn fill_with(
@@ -82,6 +87,9 @@ impl<'a, E: From<GpuError> + Send> Uploader<'a, E> {
         mut produce: impl FnMut(u64, &mut [u8]) -> Result<(), E>,
     ) -> Result<(), E> {
         assert!(unit > 0 && unit <= STAGING_BYTES, "a unit of {unit} bytes does not fit the staging buffer");
+        if self.discards() {
+            return Ok(());
+        }
         let piece = STAGING_BYTES / unit * unit;
         let mut offset = 0;
         while offset < to.size() {
@@ -107,8 +115,8 @@ impl<'a, E: From<GpuError> + Send> Uploader<'a, E> {
     /// Queues a read that fills `to`; [`Uploader::read_queued`] runs it. `read(offset, piece)` writes the bytes that
     /// belong at byte `offset`.
     pub fn queue(&mut self, to: &Buffer, read: impl Fn(u64, &mut [u8]) -> Result<(), E> + Send + Sync + 'a) {
-        if self.device.notes.is_some() {
-            return; // the device executes nothing, so no byte matters
+        if self.discards() {
+            return;
         }
         self.queued.push(QueuedRead { to: to.clone(), read: Box::new(read) });
     }

@@ -8,7 +8,7 @@ use super::operand::{
 };
 use super::shaders::{self, shader_named};
 use crate::gpu::Shader;
-use crate::tensor::KvDtype;
+use crate::tensor::{KvDtype, Precision};
 
 /// The possible numbers of blocks that share a scale, for the group sizes (16, 32 and 128 columns) of the shader's
 /// schemes.
@@ -63,6 +63,7 @@ pub fn all_pipelines(layers: LayerKind, group: u32, head_dim: u32) -> Vec<(&'sta
             ["EXPERTS", "PER_TOKEN", "RENORMALIZED"] => {
                 layers.experts.map(|experts| route_constants(experts).to_vec()).into_iter().collect()
             }
+            ["RESIDUAL" | "STANDARDIZE" | "ADD"] => vec![vec![0], vec![1]],
             ["NORMED"] => layers.experts.iter().flat_map(|_| [vec![0], vec![1]]).collect(),
             ["SILU"] => vec![vec![activation]],
             ["POST_NORM"] => vec![vec![post_norms]],
@@ -102,10 +103,11 @@ pub fn all_pipelines(layers: LayerKind, group: u32, head_dim: u32) -> Vec<(&'sta
                     head_dim: head_dim as usize,
                     kv: kv.expect("a type of KV"),
                 };
-                AttentionBy::Subgroups(AttentionTile::RDNA3)
-                    .pipelines(&heads)
-                    .map(|(_, constants)| constants)
-                    .into()
+                let way = AttentionBy::Subgroups(AttentionTile::RDNA3);
+                match way.suits(&heads, Precision::Fast) {
+                    true => way.pipelines(&heads).map(|(_, constants)| constants).into(),
+                    false => vec![],
+                }
             }
             ref others => panic!("{}: add values for the constants {others:?} to all_pipelines", shader.name),
         }

@@ -15,7 +15,8 @@ use crate::kernels::operand::{BLOCK_COLS, Passes, SUBGROUP_ROW_TILES, expert_til
 use crate::kernels::sampling::{DRAW_BINS, DRAW_CHUNK};
 use crate::kernels::shaders::{self, shaders_of};
 use crate::kernels::{
-    AttentionShape, Experts, GpuTiles, HiddenAct, Item, LayerKind, ProductKind, Quantized, Tiles, Wants, Way,
+    Activations, AttentionShape, Experts, GpuTiles, HiddenAct, Item, LayerKind, ProductKind, Quantized,
+    Tiles, Wants, Way,
 };
 use crate::model::spec::AttentionHeads;
 use crate::tensor::{KvDtype, Precision, Scheme, TILE_ROWS};
@@ -337,8 +338,9 @@ pub fn attention(
     let Heads { num_heads, num_kv_heads, head_dim, .. } = *heads;
     let shape = heads.shape(window);
     let splits = shape.splits();
+    let last_seen = |item: &Item| item.sees_to.max(item.position + item.tokens - 1);
     let tiles_of = |item: &Item| {
-        let last = (item.position + item.tokens - 1) as usize;
+        let last = last_seen(item) as usize;
         let first = shape.first_key(item.position as usize).max(splits.start(item.first_split as usize));
         let end = (last + 1).min(splits.start((item.first_split + item.splits) as usize));
         end.div_ceil(KEYS) - first / KEYS
@@ -347,9 +349,9 @@ pub fn attention(
     let attending: usize = items.iter().map(|item| item.tokens as usize).sum();
     // The positions of each sequence.
     let mut sequences: BTreeMap<u32, Range<usize>> = BTreeMap::new();
-    for Item { sequence, position, tokens, .. } in items {
-        let (start, end) = (*position as usize, (position + tokens) as usize);
-        let all = sequences.entry(*sequence).or_insert(start..end);
+    for item in items {
+        let (start, end) = (item.position as usize, last_seen(item) as usize + 1);
+        let all = sequences.entry(item.sequence).or_insert(start..end);
         *all = all.start.min(start)..all.end.max(end);
     }
     let kv_bytes = sequences.values().map(|positions| heads.kv_bytes(positions, window)).sum();
@@ -393,6 +395,65 @@ pub fn softcap(rows: usize, width: usize) -> Dispatch {
     Dispatch {
         activation_bytes: floats(2 * rows * width),
         ..Dispatch::new(&shaders::SOFTCAP, rows * width.div_ceil(1024))
+    }
+}
+
+/// The patches of an image, one in each row.
+pub fn patches(rows: usize, patch_size: usize) -> Dispatch {
+    let (pixels, stride) = (rows * patch_size.pow(2), Activations::stride_of(3 * patch_size.pow(2)));
+    Dispatch {
+        activation_bytes: 3 * pixels as u64 + floats(rows * stride),
+        ..Dispatch::new(&shaders::PATCHES, rows * stride.div_ceil(64))
+    }
+}
+
+pub fn quantize(rows: usize, width: usize) -> Dispatch {
+    Dispatch {
+        activation_bytes: floats(rows * width) + Quantized::bytes_of_digit(rows, width),
+        ..Dispatch::new(&shaders::QUANTIZE, rows * width.div_ceil(1024))
+    }
+}
+
+/// The sum of a row and a bias, and of a product if `is_added`, and the LayerNorm of the sum.
+pub fn layer_norm(rows: usize, width: usize, wants: Wants, is_added: bool) -> Dispatch {
+    let all = [&shaders::LAYER_NORM, &shaders::LAYER_NORM_INT8, &shaders::LAYER_NORM_BOTH];
+    let (shader, bytes) = into(wants, all, rows, width);
+    let read_or_written = if is_added { 3 } else { 2 };
+    let dispatch = norm(shader, rows, width, 3, floats(read_or_written * rows * width) + bytes);
+    Dispatch { constants: vec![u32::from(is_added)], ..dispatch }
+}
+
+/// The activation of a product with its bias. f32 results are in place.
+pub fn activate(rows: usize, width: usize, wants: Wants, activation: HiddenAct) -> Dispatch {
+    let all = [&shaders::ACTIVATE, &shaders::ACTIVATE_INT8, &shaders::ACTIVATE_BOTH];
+    let (shader, bytes) = into(wants, all, rows, width);
+    Dispatch {
+        constants: vec![activation as u32],
+        weight_bytes: floats(width),
+        activation_bytes: floats(rows * width) + bytes,
+        ..Dispatch::new(shader, rows * width.div_ceil(1024))
+    }
+}
+
+/// `rows` means of squares of `pool` * `pool` rows each. A trip is one of the latter.
+pub fn average_pool(rows: usize, pool: usize, width: usize, standardizes: bool) -> Dispatch {
+    Dispatch {
+        constants: vec![u32::from(standardizes)],
+        trips: (pool * pool) as f64,
+        weight_bytes: if standardizes { floats(2 * width) } else { 0 },
+        activation_bytes: floats((pool * pool + 1) * rows * width),
+        ..Dispatch::new(&shaders::AVERAGE_POOL, rows * width.div_ceil(64))
+    }
+}
+
+/// The sums of a column's vector and a row's, which are added to `rows` vectors if `is_added`. The vectors of columns and
+/// rows stay in the cache.
+pub fn grid(rows: usize, width: usize, is_added: bool) -> Dispatch {
+    let read_or_written = if is_added { 2 } else { 1 };
+    Dispatch {
+        constants: vec![u32::from(is_added)],
+        activation_bytes: floats(read_or_written * rows * width),
+        ..Dispatch::new(&shaders::GRID, rows * width.div_ceil(64))
     }
 }
 
@@ -538,8 +599,9 @@ pub fn body(shader: &Shader, constants: &[u32], program: &Program) -> Option<Bod
             Some(Body { trip, unrolled: 1, weights: 0, once: without(program, &[steady]), key_rounds: 0 })
         }
         // These kernels have one or two loops over a row.
-        ("rms" | "layer" | "average" | "embed" | "moments" | "pool" | "adjust" | "peak", [])
+        ("rms" | "embed" | "moments" | "pool" | "adjust" | "peak", [])
         | ("rms", [_] | [_, _])
+        | ("layer" | "average", [_])
         | ("qkv", [_, _, _]) => {
             let outer: Vec<usize> = program.inside(None).collect();
             let trip = outer.iter().map(|i| program.trip(*i, &|_| 1)).reduce(|a, b| a + b)?;
@@ -597,7 +659,8 @@ pub fn body(shader: &Shader, constants: &[u32], program: &Program) -> Option<Bod
             let trip = program.trip(*outer.first()?, &|_| 1);
             Some(Body { trip, unrolled: 1, weights: 0, once: without(program, &outer), key_rounds: 0 })
         }
-        ("history" | "quantize" | "offload" | "softcap" | "patches", []) | ("glu" | "activate", [_]) => None,
+        ("history" | "quantize" | "offload" | "softcap" | "patches", [])
+        | ("glu" | "activate" | "grid", [_]) => None,
         _ => panic!("{}: no case says which of its loops is the steady one", shader.name),
     }
 }
@@ -728,6 +791,23 @@ mod tests {
         assert_eq!((merge.workgroups, merge.trips), (128 * 4, 1.0));
     }
 
+    /// Each of 4096 patches sees all of them, so a tile of some of them walks over all keys.
+    #[test]
+    fn tokens_of_an_image_see_all_of_it() {
+        let heads = Heads { num_heads: 16, num_kv_heads: 16, head_dim: 80, kv: KvDtype::F16 };
+        let of = |sees_to: Option<usize>| {
+            let run = Run { row: 0, start: 1024, tokens: 1024, sequence: 0, sees_to };
+            let shares = Shares::new(&heads.shape(None), &[run], 1024, 1024, Room { single: 0, tiles: 1024 });
+            let [_, shader] = attention_of(KvDtype::F16);
+            attention(&heads, None, (shader, &[1, 80, 8]), &shares.tiles)
+        };
+        let all = of(Some(4095));
+        assert_eq!((all.workgroups, all.trips), (1024 / 32 * 16, 64.0));
+        assert_eq!(all.kv_bytes, 4096 * 2 * 16 * 80 * 2);
+        // Of a text, the first tile sees 1056 keys, and the last one 2048.
+        assert_eq!((of(None).trips, of(None).kv_bytes), (24.75, 2048 * 2 * 16 * 80 * 2));
+    }
+
     /// A product's loop that a compiler unrolled twice has as many instructions for each weight.
     #[test]
     fn unrolling_changes_no_figure_per_weight() {
@@ -770,7 +850,7 @@ mod tests {
         let layers = LayerKind { experts: Some(experts), ..LayerKind::default() };
         for (shader, constants) in crate::kernels::all_pipelines(layers, 2, 128) {
             let found = body(shader, &constants, &program);
-            let has_none = ["history", "glu", "quantize", "softcap", "activate", "patches"]
+            let has_none = ["history", "glu", "quantize", "softcap", "activate", "patches", "grid"]
                 .contains(&shader.kernel)
                 || shader.kernel.starts_with("offload_");
             assert_eq!(found.is_none(), has_none, "{}", shader.name);

@@ -182,9 +182,10 @@ fn compile_part(
     let status = child.wait().map_err(|e| failed(format!("cannot be waited for: {e}")))?;
     let text = text.map_err(|_| failed(format!("not done within {COMPILE_SECONDS} s")))?;
     if !status.success() {
+        // Its last line may point to the ones before it.
         let said = said.join().unwrap_or_default();
-        let last = said.lines().rev().find(|line| !line.trim().is_empty()).unwrap_or("no reason given");
-        return Err(failed(format!("{status}: {last}")));
+        let said = if said.trim().is_empty() { "no reason given" } else { said.trim() };
+        return Err(failed(format!("{status}: {said}")));
     }
     let text = text.map_err(|e| failed(format!("its output cannot be read: {e}")))?;
     serde_json::from_slice(&text).map_err(|e| failed(format!("its output is not what is expected: {e}")))
@@ -245,7 +246,13 @@ impl Report {
         }
         for (judge, predictions) in judges.iter().zip(predictions) {
             let _ = write!(text, "\npredicted tokens/s, by {} ({})\n\n", judge.compiler, judge.driver);
-            text += &speed_table(predictions);
+            let (images, texts): (Vec<_>, Vec<_>) = predictions.iter().partition(|p| p.is_of_image());
+            text += &speed_table(&texts);
+            for image in images {
+                let Prediction { shape, tokens, .. } = image;
+                let _ =
+                    writeln!(text, "{shape:<16} encodes an image of {tokens} tokens in {:.1} ms", image.ms());
+            }
         }
         text += "\nThe predictions rest on this:\n";
         for assumption in asked.assumptions(chip) {
@@ -345,7 +352,7 @@ fn pipeline_table(judge: &Judge, asked: &Question, predictions: &[Prediction]) -
             vector loads, wide = 16 bytes a lane,\nsld = scalar loads, lds = shared memory, VALU/w = VALU for each weight of a lane.\n"
 }
 
-fn speed_table(predictions: &[Prediction]) -> String {
+fn speed_table(predictions: &[&Prediction]) -> String {
     let columns: Vec<&str> = {
         let mut seen = BTreeSet::new();
         predictions.iter().map(|p| p.what.as_str()).filter(|what| seen.insert(*what)).collect()

@@ -1,7 +1,7 @@
 //! The description of a model as data: what its layers compute, and its tensors. An architecture's folder produces it
 //! from a config; the runner, the memory plan and the reference pass read it, and know no architecture.
 
-use serde_json::Value;
+use serde_json::{Map, Value};
 
 use super::config::{ConfigError, Level, MAX_HEAD_DIM, MAX_HEADS, MAX_INTERMEDIATE};
 use super::rope::RopeSpec;
@@ -363,6 +363,8 @@ pub struct Shape {
     /// The model's name on the hub.
     pub name: &'static str,
     config_json: fn() -> String,
+    /// The fields of `config.json` that describe the vision tower.
+    tower: Option<fn() -> Value>,
     read: fn(&Value, &str) -> Result<ModelSpec, ConfigError>,
 }
 
@@ -379,16 +381,34 @@ impl Shape {
         config_json: fn() -> String,
         read: fn(&Value, &str) -> Result<ModelSpec, ConfigError>,
     ) -> Self {
-        Self { name, config_json, read }
+        Self { name, config_json, tower: None, read }
     }
 
-    /// The text of a `config.json`.
+    /// The same shape, of a model with a vision tower. `tower` returns the fields of `config.json` that describe it.
+    pub(super) const fn with_tower(self, tower: fn() -> Value) -> Self {
+        Self { tower: Some(tower), ..self }
+    }
+
+    /// The text of a `config.json` of the language model alone.
     pub fn config_json(&self) -> String {
         (self.config_json)()
     }
 
+    /// The language model alone.
     pub fn spec(&self) -> ModelSpec {
-        let config = serde_json::from_str(&self.config_json()).expect("the config is JSON");
-        (self.read)(&config, self.name).expect("a published config is valid")
+        self.read_with(Map::new())
+    }
+
+    /// The vision tower, if the model has one.
+    pub fn tower(&self) -> Option<VisionSpec> {
+        let Value::Object(tower) = self.tower?() else { panic!("{}: fields of a tower", self.name) };
+        self.read_with(tower).vision.expect("a published tower is valid")
+    }
+
+    /// Reads the config with these fields besides.
+    fn read_with(&self, more: Map<String, Value>) -> ModelSpec {
+        let mut config: Map<_, _> = serde_json::from_str(&self.config_json()).expect("the config is JSON");
+        config.extend(more);
+        (self.read)(&config.into(), self.name).expect("a published config is valid")
     }
 }

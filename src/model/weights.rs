@@ -74,7 +74,13 @@ impl<'a> Weights<'a> {
         Self { tensors, tower: HashMap::new(), skipped_vision: 0, skipped_bytes: 0 }
     }
 
-    /// The tensors of a tower, in the order of [`VisionSpec::tensors`]. `None` if the checkpoint has none of them: some hold the language model only.
+    /// The same weights, and those of a tower.
+    pub(crate) fn with_tower(self, tower: impl Iterator<Item = Tensor<'a>>) -> Self {
+        Self { tower: tower.map(|tensor| (tensor.name.to_owned(), tensor)).collect(), ..self }
+    }
+
+    /// The tensors of a tower, in the order of [`VisionSpec::tensors`]. `None` if the checkpoint has none of them: some
+    /// hold the language model only.
     pub fn vision(
         &self,
         checkpoint: &Checkpoint,

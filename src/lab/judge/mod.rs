@@ -14,8 +14,9 @@ use super::assembly::{IsaError, Program, real_waves};
 use super::cost::{self, Body};
 use crate::gpu::compiler::Compiler;
 use crate::gpu::{GpuError, Shader};
-use crate::kernels::all_pipelines;
+use crate::kernels::{Heads, LayerKind, all_pipelines};
 use crate::model::spec::{AttentionHeads, Shape};
+use crate::tensor::Precision;
 
 /// The output of the compiling process.
 #[derive(Debug, Clone, Serialize, Deserialize)]
@@ -70,12 +71,23 @@ pub struct Pipeline {
 
 /// Every pipeline of these sizes, each once.
 fn pipelines(shapes: &[Shape]) -> Vec<(&'static Shader, Vec<u32>)> {
+    let mut kinds: Vec<(LayerKind, u32, u32)> = Vec::new();
+    for shape in shapes {
+        let spec = shape.spec();
+        let of_heads =
+            |heads: AttentionHeads| (spec.layer_kind(), heads.group() as u32, heads.head_dim as u32);
+        kinds.extend(spec.distinct_heads().into_iter().map(of_heads));
+        if let Some(tower) = shape.tower() {
+            kinds.extend(Precision::ALL.map(|precision| {
+                let request = work::tower_request(&tower, precision);
+                let Heads { group, head_dim, .. } = request.heads();
+                (request.layer_kind(), group as u32, head_dim as u32)
+            }));
+        }
+    }
     let mut all: Vec<(&'static Shader, Vec<u32>)> = Vec::new();
-    for shape in shapes.iter().map(Shape::spec) {
-        let of_heads = |heads: AttentionHeads| {
-            all_pipelines(shape.layer_kind(), heads.group() as u32, heads.head_dim as u32)
-        };
-        for (shader, constants) in shape.distinct_heads().into_iter().flat_map(of_heads) {
+    for (layers, group, head_dim) in kinds {
+        for (shader, constants) in all_pipelines(layers, group, head_dim) {
             if !all.iter().any(|(s, c)| s.name == shader.name && *c == constants) {
                 all.push((shader, constants));
             }

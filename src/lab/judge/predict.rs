@@ -10,19 +10,22 @@ use std::collections::{BTreeMap, BTreeSet};
 use serde::Serialize;
 use serde_json::{Value, json};
 
-use super::work::{PaperModel, StepDispatches, Types};
+use super::work::{PaperModel, StepDispatches, Types, tower_request};
 use super::{Judge, Pipeline, pipeline_name};
 use crate::cli::error::Error;
 use crate::lab::assembly::Counts;
 use crate::lab::cost::{self, Body, Dispatch, Drawn, KEYS, Keys};
 use crate::model::memory::DEFAULT_BLOCK_SIZE;
-use crate::model::spec::Shape;
+use crate::model::spec::{ModelSpec, Shape};
 use crate::tensor::{KvDtype, Precision, QuantizeMode, Scheme};
 
 /// Numbers of sequences that decode together.
 const BATCHES: [usize; 5] = [1, 8, 16, 32, 64];
 /// Numbers of tokens of the prompts. The longer one shows what attention to a growing cache costs.
 const PROMPTS: [usize; 2] = [512, 8192];
+
+/// The first word of the predictions of encoding an image. Their tokens are those of the image.
+const IMAGE: &str = "image";
 
 /// Assumed overhead of each dispatch, and of each barrier, which drains and refills the GPU. Neither was measured with
 /// these kernels.
@@ -330,6 +333,11 @@ fn overhead_ms(dispatches: u64, barriers: u64) -> f64 {
 }
 
 impl Prediction {
+    /// Whether it is about encoding an image, and not about steps of the language model.
+    pub fn is_of_image(&self) -> bool {
+        self.what.starts_with(IMAGE)
+    }
+
     /// Predicts the steps; `find` looks up a dispatch's compiled pipeline.
     pub fn new<'a>(
         chip: &Chip,
@@ -453,7 +461,8 @@ impl RecordedSteps {
 }
 
 impl Question {
-    /// The steps to predict for each shape: each batch, the batch of one with top_p, and each prompt.
+    /// The steps to predict for each shape: each batch, the batch of one with top_p, each prompt, and an image, if the
+    /// model has a vision tower.
     pub fn record(&self) -> Result<Vec<RecordedSteps>, Error> {
         let mut all = Vec::new();
         for shape in &self.shapes {
@@ -481,13 +490,21 @@ impl Question {
             for tokens in PROMPTS {
                 add(format!("prefill {tokens}"), tokens, model.prompt(tokens)?);
             }
+            if let Some(tower) = shape.tower() {
+                // A step of a model with a tower has room for an image, so the steps of text are those of a load without.
+                let config = ModelSpec { vision: Ok(Some(tower)), ..shape.spec() };
+                let mut model = PaperModel::load(config, types, self.chunk, context)?;
+                for tokens in model.image_tokens() {
+                    add(format!("{IMAGE} {tokens}"), tokens, vec![model.image(tokens)?]);
+                }
+            }
         }
         Ok(all)
     }
 
     /// The assumptions of the predictions, one sentence each.
     pub fn assumptions(&self, chip: &Chip) -> Vec<String> {
-        vec![
+        let mut all = vec![
             format!("{}: {}", chip.product, chip.source),
             format!(
                 "weights {}, keys and values {}; batches decode with {} tokens each in the cache, a prompt is read in steps of \
@@ -516,7 +533,15 @@ impl Question {
                 chip.cache_bytes >> 20
             ),
             "greedy draws; latency and the bandwidth of caches are left out".into(),
-        ]
+        ];
+        if let Some(tower) = self.shapes.iter().find_map(Shape::tower) {
+            let scheme = tower_request(&tower, self.precision).scheme;
+            all.push(format!(
+                "an image is encoded by the vision tower alone, with {scheme} matrices; the prompt that contains its tokens \
+                 is predicted as a text"
+            ));
+        }
+        all
     }
 }
 

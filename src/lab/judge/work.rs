@@ -1,6 +1,7 @@
 //! Records the steps of a model on a device that executes nothing, and adds the cost of each recorded dispatch. It
 //! needs no GPU and no checkpoint: the weights have the shape of a published model, but no contents.
 
+use std::collections::BTreeSet;
 use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
@@ -9,8 +10,9 @@ use crate::checkpoint::{Encoding, NativeTensor, Tensor};
 use crate::cli::load;
 use crate::gpu::{Device, Note};
 use crate::kernels::shaders::{
-    AttentionMergePush, AttentionPush, CombinePush, EmbedPush, FastMatmulPush, GluPush, GroupPairsPush,
-    HistoryPush, MatmulPush, QkvStorePush, RmsNormPush, RoutePush, SamplePush, SoftcapPush,
+    ActivatePush, AttentionMergePush, AttentionPush, AveragePoolPush, CombinePush, EmbedPush, FastMatmulPush,
+    GluPush, GridPush, GroupPairsPush, HistoryPush, LayerNormPush, MatmulPush, PatchesPush, QkvStorePush,
+    QuantizePush, RmsNormPush, RoutePush, SamplePush, SoftcapPush,
 };
 use crate::kernels::{AttentionBy, AttentionTile, Experts, Item, LayerKind, Tiles, Wants};
 use crate::lab::cost::{self, Dispatch, Drawn, Heads};
@@ -19,11 +21,13 @@ use crate::model::memory::MAX_SEQUENCES;
 use crate::model::model_runner::ModelRunner;
 use crate::model::spec::ModelSpec;
 use crate::model::tensors::{Role, TensorSpec};
+use crate::model::vision::{TowerRequest, VisionSpec, VisionTensor};
 use crate::model::weights::Weights;
 use crate::model::{
-    Batch, BatchSequence, BlockList, Draw, Input, Runner, RunnerError, Sampling, SamplingParams,
+    Batch, BatchSequence, BlockList, Draw, ImageBudget, ImageSizes, Input, Runner, RunnerError, Sampling,
+    SamplingParams,
 };
-use crate::tensor::{DType, KvDtype, Precision, Scheme};
+use crate::tensor::{DType, KvDtype, Precision, Scheme, VisionMode};
 
 /// Constants of a product with int8 by lanes. The last one is GROUPED.
 const LANE_CONSTANTS: usize = 6;
@@ -50,15 +54,30 @@ pub struct Types {
     pub precision: Precision,
 }
 
-/// A model of a published shape, whose steps are recorded.
-pub struct PaperModel {
-    runner: ModelRunner,
+/// What the load of a published tower depends on. The matrices of all published towers are bf16.
+pub fn tower_request(spec: &VisionSpec, precision: Precision) -> TowerRequest<'_> {
+    let scheme = TowerRequest::scheme_of(precision, true);
+    TowerRequest { spec, scheme, precision, budget: ImageBudget::default() }
+}
+
+/// What the costs of dispatches depend on, besides what is recorded.
+#[derive(Debug, Clone, Copy)]
+struct Costs {
     types: Types,
     layers: LayerKind,
 }
 
+/// A model of a published shape, whose steps are recorded.
+pub struct PaperModel {
+    runner: ModelRunner,
+    costs: Costs,
+    /// The costs of the vision tower, if the model has one.
+    costs_of_tower: Option<Costs>,
+}
+
 impl PaperModel {
-    /// Loads a model for contexts of `context` tokens. `chunk` is the largest number of tokens of a step.
+    /// Loads a model, with its vision tower if its config has one, for contexts of `context` tokens. `chunk` is the
+    /// largest number of tokens of a step, unless an image has more.
     pub fn load(
         config: ModelSpec,
         types: Types,
@@ -78,8 +97,12 @@ impl PaperModel {
             ),
             None => (4 * spec.elements() as usize, 0),
         };
+        let tower = config.vision.clone().map_err(LoadError::Option)?;
+        let of_tower = tower.as_ref().map_or_else(Vec::new, VisionSpec::tensors);
+        let bytes = |tensor: &VisionTensor| 2 * tensor.shape.iter().product::<usize>();
         // All tensors share the same bytes. The contents of matrices are never read, so they need no memory.
-        let zeros = vec![0u8; specs.iter().map(|spec| sizes(spec).0).max().expect("some tensors")];
+        let largest = specs.iter().map(|spec| sizes(spec).0).chain(of_tower.iter().map(bytes)).max();
+        let zeros = vec![0u8; largest.expect("some tensors")];
         let tensors = specs.as_ref().map(|spec| {
             let (blocks, scales) = sizes(spec);
             let encoding = match scheme(spec) {
@@ -92,7 +115,13 @@ impl PaperModel {
             };
             Tensor { name: &spec.name, file: "memory", shape: &spec.shape, encoding, interleaved: None }
         });
-        let weights = Weights::of_text(tensors);
+        let weights = Weights::of_text(tensors).with_tower(of_tower.iter().map(|tensor| Tensor {
+            name: &tensor.name,
+            file: "memory",
+            shape: &tensor.shape,
+            encoding: Encoding::Plain { dtype: DType::BF16, data: &zeros[..bytes(tensor)] },
+            interleaved: None,
+        }));
         let options = LoadOptions {
             max_context: Some(context.min(config.max_position_embeddings)),
             sequences: MAX_SEQUENCES,
@@ -103,15 +132,21 @@ impl PaperModel {
             max_batch_tokens: chunk,
             // A step is one submit.
             max_submit: Duration::MAX,
+            vision: VisionMode::Auto,
             ..LoadOptions::default()
         };
-        let layers = config.layer_kind();
+        let costs = Costs { types, layers: config.layer_kind() };
+        let costs_of_tower = tower.as_ref().map(|spec| {
+            let request = tower_request(spec, types.precision);
+            let (projections, kv) = (request.scheme, request.kv());
+            Costs { types: Types { projections, kv, ..types }, layers: request.layer_kind() }
+        });
         // The demo model's files are a source without other tensors.
         let files = load::demo_files();
         let source = Source { config, ..Source::open(&files)? };
         let device = Device::open_null()?;
         let (runner, _) = ModelRunner::load_weights(&device, &source, &weights, None, &options, &mut |_| {})?;
-        Ok(PaperModel { runner, types, layers })
+        Ok(PaperModel { runner, costs, costs_of_tower })
     }
 
     /// The dispatches of a step in which each sequence contributes the tokens at these positions. Each sequence draws
@@ -157,19 +192,29 @@ impl PaperModel {
         let ticket =
             self.runner.submit(&batch, &Sampling { draws: draws.collect(), ..Sampling::default() })?;
         self.runner.wait(ticket)?;
+        Ok(self.costs.of_all(&self.runner.device().take_notes()))
+    }
 
-        let mut all: Vec<StepDispatches> = Vec::new();
-        for note in self.runner.device().take_notes() {
-            let (what, dispatch) = self.cost(&note);
-            match all.iter_mut().find(|other| other.what == what && other.dispatch.costs(&dispatch)) {
-                Some(same) => {
-                    same.times += 1;
-                    same.barriers += note.barriers;
-                }
-                None => all.push(StepDispatches { what, times: 1, barriers: note.barriers, dispatch }),
-            }
-        }
-        Ok(all)
+    /// The numbers of tokens for which images are predicted: the usual one, and the largest one. None without a tower.
+    pub fn image_tokens(&self) -> BTreeSet<usize> {
+        let images = self.runner.limits().images;
+        images.into_iter().flat_map(|images| [images.usual_tokens, images.tokens]).collect()
+    }
+
+    /// The dispatches that encode an image of `tokens` tokens. It is one row of tokens if it may be, so that it has exactly so
+    /// many. Panics if the model has no tower.
+    pub fn image(&mut self, tokens: usize) -> Result<Vec<StepDispatches>, RunnerError> {
+        let (Some(costs), Some(images)) = (self.costs_of_tower, self.runner.limits().images) else {
+            panic!("an image for a model without a tower")
+        };
+        let size = match images.sizes {
+            ImageSizes::Fixed { side } => [side; 2],
+            ImageSizes::ByTokens { unit, .. } => [tokens * unit, unit],
+        };
+        assert_eq!(images.tokens_of(size), Some(tokens), "an image of {size:?} pixels");
+        self.runner.device().take_notes();
+        self.runner.encode_image(0, size, &vec![0; images.pixel_bytes(tokens)])?;
+        Ok(costs.of_all(&self.runner.device().take_notes()))
     }
 
     /// The steps that compute a prompt of `tokens` tokens and draw the answer's first id.
@@ -184,6 +229,24 @@ impl PaperModel {
             })
             .collect()
     }
+}
+
+impl Costs {
+    /// The dispatches, of which those with the same name and the same cost are counted together.
+    fn of_all(&self, notes: &[Note]) -> Vec<StepDispatches> {
+        let mut all: Vec<StepDispatches> = Vec::new();
+        for note in notes {
+            let (what, dispatch) = self.of(note);
+            match all.iter_mut().find(|other| other.what == what && other.dispatch.costs(&dispatch)) {
+                Some(same) => {
+                    same.times += 1;
+                    same.barriers += note.barriers;
+                }
+                None => all.push(StepDispatches { what, times: 1, barriers: note.barriers, dispatch }),
+            }
+        }
+        all
+    }
 
     /// Numbers of query heads and KV heads, and the dimension of a head.
     fn heads(&self, [num_heads, num_kv_heads, head_dim]: [u32; 3]) -> Heads {
@@ -196,7 +259,7 @@ impl PaperModel {
     }
 
     /// The name and the cost of a recorded dispatch. Panics if the cost belongs to another pipeline or grid.
-    fn cost(&self, note: &Note) -> (&'static str, Dispatch) {
+    fn of(&self, note: &Note) -> (&'static str, Dispatch) {
         let Types { projections, embedding, precision, .. } = self.types;
         let [x, y, _] = note.groups.map(|n| n as usize);
         let name = note.shader.name;
@@ -319,6 +382,25 @@ impl PaperModel {
                 let width = note.push::<SoftcapPush>().width as usize;
                 ("soft cap", cost::softcap(y, width))
             }
+            "patches" => ("patches", cost::patches(y, note.push::<PatchesPush>().patch_size as usize)),
+            "quantize" => ("quantize", cost::quantize(y, note.push::<QuantizePush>().width as usize)),
+            "layer_norm" => {
+                let width = note.push::<LayerNormPush>().dim as usize;
+                ("add and norm", cost::layer_norm(x, width, wants, note.constants == [1]))
+            }
+            "activate" => {
+                let width = note.push::<ActivatePush>().width as usize;
+                ("activation", cost::activate(y, width, wants, self.layers.activation))
+            }
+            "average_pool" => {
+                let AveragePoolPush { pool, width, .. } = note.push();
+                let [pool, width] = [pool, width].map(|n| n as usize);
+                ("pool", cost::average_pool(y, pool, width, note.constants == [1]))
+            }
+            "grid" => {
+                let width = note.push::<GridPush>().width as usize;
+                ("columns and rows", cost::grid(y, width, note.constants == [1]))
+            }
             "sample" => {
                 let vocab = note.push::<SamplePush>().vocab as usize;
                 let rows = if ["sample_greedy", "sample_choice"].contains(&name) { x } else { y };
@@ -423,6 +505,58 @@ mod tests {
         let row = 2 * 16 * 128 * 2;
         assert_eq!((kv("attention, sliding"), kv("attention of tiles, sliding")), (1024 * row, 20 * row));
         assert_eq!((kv("attention, full"), kv("attention of tiles, full")), (5001 * row, 20 * row));
+    }
+
+    /// The model with its tower.
+    fn with_tower(name: &str, precision: Precision) -> PaperModel {
+        let shape = arch::shape(name).unwrap();
+        let config = ModelSpec { vision: Ok(shape.tower()), ..shape.spec() };
+        let types = Types { projections: Scheme::Bf16, embedding: Scheme::Bf16, kv: KvDtype::F16, precision };
+        PaperModel::load(config, types, 128, 8192).unwrap()
+    }
+
+    #[test]
+    fn an_image_of_gemma_3_is_one_of_4096_patches() {
+        for (precision, matrix, kv) in
+            [(Precision::Fast, Scheme::Int8Row, KvDtype::F16), (Precision::F32, Scheme::Bf16, KvDtype::F32)]
+        {
+            let mut model = with_tower("gemma-3-4b", precision);
+            assert_eq!(Vec::from_iter(model.image_tokens()), [256]);
+            let work = model.image(256).unwrap();
+            let of = |what: &str| -> Vec<_> { work.iter().filter(|w| w.what == what).collect() };
+            let times = |what| of(what).iter().map(|w| w.times).sum::<u64>();
+            // Attention and the product after it come in four parts, and the network in two.
+            assert_eq!(["add and norm", "fc2", "out_proj"].map(times), [27 * 3 + 1, 27 * 2, 27 * 4]);
+            // A tile walks over all 4096 patches, 64 at a time, and a head of 72 has 80 dimensions in tiles.
+            let [attention] = of("attention of tiles, full")[..] else { panic!("parts that are alike") };
+            assert_eq!((attention.times, attention.dispatch.trips), (27 * 4, 64.0));
+            let head_dim = if precision == Precision::Fast { 80 } else { 72 };
+            assert_eq!(attention.dispatch.kv_bytes, (2 * 4096 * 16 * kv.row_bytes(head_dim)) as u64);
+            let bytes = |what| of(what).iter().map(|w| w.times * w.dispatch.weight_bytes).sum::<u64>();
+            let of_one = |rows, cols| matrix.block_bytes(rows, cols) + matrix.scale_bytes(rows, cols);
+            assert_eq!(bytes("fc1"), 2 * 27 * of_one(4304, 1152), "{precision}");
+            assert_eq!(bytes("patch_embedding"), of_one(1152, 588), "{precision}");
+        }
+    }
+
+    #[test]
+    fn images_of_gemma_4_have_the_usual_and_the_largest_number_of_tokens() {
+        let mut linear = with_tower("gemma-4-12b", Precision::Fast);
+        assert_eq!(Vec::from_iter(linear.image_tokens()), [280, 1120]);
+        let work = linear.image(280).unwrap();
+        let names: Vec<&str> = work.iter().map(|w| w.what).collect();
+        let norm = "add and norm";
+        let wanted =
+            ["patches", norm, "patch_embedding", norm, "columns and rows", norm, "projection", "projection"];
+        assert_eq!(names, wanted);
+
+        let mut transformer = with_tower("gemma-4-31b", Precision::Fast);
+        for (tokens, of_attention, of_network) in [(280, 4, 2), (1120, 25, 5)] {
+            let work = transformer.image(tokens).unwrap();
+            let of = |what: &str| work.iter().filter(|w| w.what == what).map(|w| w.times).sum::<u64>();
+            let times = ["qkv", "out_proj", "gate, up", "down_proj"].map(of);
+            assert_eq!(times, [1, of_attention, of_network, of_network].map(|n| 27 * n), "{tokens} tokens");
+        }
     }
 
     #[test]

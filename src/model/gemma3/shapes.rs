@@ -1,7 +1,6 @@
 //! The published sizes of Gemma-3, for plans and synthetic checkpoints, which need real shapes and no weights.
 //!
-//! A shape covers the language model alone: this program does not read the vision tower of the larger sizes. The
-//! numbers are those of the `config.json` of `google/gemma-3-*-it`; the tests compare the sum of parameters with the
+//! The numbers are those of the `config.json` of `google/gemma-3-*-it`; the tests compare the sum of parameters with the
 //! published counts.
 
 use serde_json::{Value, json};
@@ -106,10 +105,27 @@ pub(super) const fn published(read: fn(&Value, &str) -> Result<ModelSpec, Config
     [
         Shape::new(SIZES[0].name, || SIZES[0].config_json(), read),
         Shape::new(SIZES[1].name, || SIZES[1].config_json(), read),
-        Shape::new(SIZES[2].name, || SIZES[2].config_json(), read),
-        Shape::new(SIZES[3].name, || SIZES[3].config_json(), read),
-        Shape::new(SIZES[4].name, || SIZES[4].config_json(), read),
+        Shape::new(SIZES[2].name, || SIZES[2].config_json(), read).with_tower(tower),
+        Shape::new(SIZES[3].name, || SIZES[3].config_json(), read).with_tower(tower),
+        Shape::new(SIZES[4].name, || SIZES[4].config_json(), read).with_tower(tower),
     ]
+}
+
+/// The fields of `config.json` about the vision tower, which all sizes with one share.
+fn tower() -> Value {
+    json!({
+        "mm_tokens_per_image": 256,
+        "vision_config": {
+            "hidden_size": 1152,
+            "image_size": 896,
+            "intermediate_size": 4304,
+            "model_type": "siglip_vision_model",
+            "num_attention_heads": 16,
+            "num_hidden_layers": 27,
+            "patch_size": 14,
+            "vision_use_head": false,
+        },
+    })
 }
 
 impl Size {
@@ -161,22 +177,24 @@ mod tests {
         (c.vocab_size * c.hidden_size + c.layers.len() * layer + c.hidden_size) as u64
     }
 
-    /// The parameters that the hub counts in each checkpoint. In addition to the language model, the larger checkpoints
-    /// hold a vision tower, the same in all of them, and a projector of 1152 x hidden_size with its norm.
+    /// Weights of the vision tower and of its projector.
+    fn parameters_of_tower(shape: &Shape) -> u64 {
+        let tensors = shape.tower().map_or_else(Vec::new, |tower| tower.tensors());
+        tensors.iter().map(|tensor| tensor.shape.iter().product::<usize>() as u64).sum()
+    }
+
+    /// The parameters that the hub counts in each checkpoint.
     #[test]
     fn the_shapes_add_up_to_the_published_parameter_counts() {
-        const VISION_TOWER: u64 = 416_866_032;
-        for (name, published, vision) in [
-            ("gemma-3-270m", 268_098_176, false),
-            ("gemma-3-1b", 999_885_952, false),
-            ("gemma-3-4b", 4_300_079_472, true),
-            ("gemma-3-12b", 12_187_325_040, true),
-            ("gemma-3-27b", 27_432_406_640, true),
+        for (name, published) in [
+            ("gemma-3-270m", 268_098_176),
+            ("gemma-3-1b", 999_885_952),
+            ("gemma-3-4b", 4_300_079_472),
+            ("gemma-3-12b", 12_187_325_040),
+            ("gemma-3-27b", 27_432_406_640),
         ] {
-            let config = SHAPES.iter().find(|shape| shape.name == name).unwrap().spec();
-            let projector = 1152 * config.hidden_size as u64 + 1152;
-            let vision = if vision { VISION_TOWER + projector } else { 0 };
-            assert_eq!(parameters(&config) + vision, published, "{name}");
+            let shape = SHAPES.iter().find(|shape| shape.name == name).unwrap();
+            assert_eq!(parameters(&shape.spec()) + parameters_of_tower(shape), published, "{name}");
         }
     }
 

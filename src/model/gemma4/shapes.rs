@@ -58,10 +58,46 @@ static SIZES: [Size; 3] = [
 /// The shapes of all sizes. `read` reads their configs.
 pub(super) const fn published(read: fn(&Value, &str) -> Result<ModelSpec, ConfigError>) -> [Shape; 3] {
     [
-        Shape::new(SIZES[0].name, || SIZES[0].config_json(), read),
-        Shape::new(SIZES[1].name, || SIZES[1].config_json(), read),
-        Shape::new(SIZES[2].name, || SIZES[2].config_json(), read),
+        Shape::new(SIZES[0].name, || SIZES[0].config_json(), read).with_tower(linear_map),
+        Shape::new(SIZES[1].name, || SIZES[1].config_json(), read).with_tower(transformer),
+        Shape::new(SIZES[2].name, || SIZES[2].config_json(), read).with_tower(transformer),
     ]
+}
+
+/// The fields of `config.json` about what the 12B has in place of a tower.
+fn linear_map() -> Value {
+    json!({
+        "use_bidirectional_attention": "vision",
+        "vision_config": {
+            "mm_embed_dim": 3840,
+            "mm_posemb_size": 1120,
+            "model_type": "gemma4_unified_vision",
+            "patch_size": 16,
+            "pooling_kernel_size": 3,
+        },
+    })
+}
+
+/// The fields of `config.json` about the vision tower of the larger sizes.
+fn transformer() -> Value {
+    json!({
+        "use_bidirectional_attention": "vision",
+        "vision_config": {
+            "head_dim": 72,
+            "hidden_size": 1152,
+            "intermediate_size": 4304,
+            "model_type": "gemma4_vision",
+            "num_attention_heads": 16,
+            "num_hidden_layers": 27,
+            "num_key_value_heads": 16,
+            "patch_size": 16,
+            "pooling_kernel_size": 3,
+            "position_embedding_size": 10_240,
+            "rope_parameters": {"rope_theta": 100.0, "rope_type": "axial"},
+            "standardize": true,
+            "use_clipped_linears": false,
+        },
+    })
 }
 
 impl Size {

@@ -8,9 +8,8 @@ use super::tower::{DeviceEncoder, DeviceLayer, DeviceTransformer, LayerScratch, 
 use crate::checkpoint::{Encoding, Tensor};
 use crate::gpu::{Arena, Buffer, CommandBuffer, Device, GpuError, Uploader};
 use crate::kernels::{
-    Activations, Attention, AttentionShape, GridTables, HiddenAct, Kernels, KvCache, LayerKind, LayerNorm,
-    Matrices, Matrix, Partials, Quantized, RmsNorm, ShareArrays, Standardize, StepArrays, Tiles, UploadError,
-    VisionKernels,
+    Activations, Attention, AttentionShape, GridTables, Kernels, KvCache, LayerNorm, Matrices, Matrix,
+    Partials, Quantized, RmsNorm, ShareArrays, Standardize, StepArrays, Tiles, UploadError, VisionKernels,
 };
 use crate::model::ImageSizes;
 use crate::quantize::{Rounding, pack_tiles};
@@ -56,19 +55,7 @@ impl TowerLoad<'_, '_> {
         let mut weights = Weights { each: weights.into_iter(), eps: spec.norm_eps };
 
         let layers = spec.transformer();
-        let kind = LayerKind {
-            activation: layers.map_or(HiddenAct::GeluTanh, |layers| layers.hidden_act),
-            has_post_norms: false,
-            has_qk_norms: false,
-            ..LayerKind::default()
-        };
-        let kind = match spec.encoder {
-            Encoder::LayerNorms(_) => LayerKind { has_biases: true, ..kind },
-            Encoder::RmsNorms { .. } => {
-                LayerKind { has_post_norms: true, has_qk_norms: true, has_value_norm: true, ..kind }
-            }
-            Encoder::Linear { .. } => kind,
-        };
+        let kind = request.layer_kind();
         let matrices = Matrices {
             layers: kind,
             products: vec![request.scheme],
@@ -340,7 +327,9 @@ impl Filling<'_, '_, '_> {
         let mut blocks = vec![0u8; scheme.block_bytes(rows, cols) as usize];
         let mut scales = vec![0u8; scheme.scale_bytes(rows, cols) as usize];
         let tiles = 0..rows.div_ceil(TILE_ROWS);
-        pack_tiles(scheme, Rounding::Nearest, &tensor, tiles, &mut blocks, &mut scales)?;
+        if !self.uploader.discards() {
+            pack_tiles(scheme, Rounding::Nearest, &tensor, tiles, &mut blocks, &mut scales)?;
+        }
         let blocks = self.vector(&blocks)?;
         let scales = if scales.is_empty() { None } else { Some(self.vector(&scales)?) };
         Ok(Matrix::of_one_shard(scheme, shape, blocks, scales))

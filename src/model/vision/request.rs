@@ -5,7 +5,9 @@ use std::ops::Range;
 use super::spec::{Encoder, Form, VisionSpec, VisionTensor};
 use crate::gpu::INDIRECT_BYTES;
 use crate::gpu::placement::{Class, MemoryKind, Request};
-use crate::kernels::{Activations, AttentionShape, Heads, Item, Matrix, Quantized, partial_width};
+use crate::kernels::{
+    Activations, AttentionShape, Heads, HiddenAct, Item, LayerKind, Matrix, Quantized, partial_width,
+};
 use crate::model::{ImageBudget, ImageLimits};
 use crate::tensor::{KvDtype, Precision, Scheme};
 
@@ -72,7 +74,8 @@ impl<'a> TowerRequest<'a> {
         (tokens <= max_batch_tokens).then_some(limits)
     }
 
-    fn kv(&self) -> KvDtype {
+    /// The type of the tower's keys and values.
+    pub fn kv(&self) -> KvDtype {
         if self.precision == Precision::Fast { KvDtype::F16 } else { KvDtype::F32 }
     }
 
@@ -99,9 +102,22 @@ impl<'a> TowerRequest<'a> {
 
     /// The heads that attention kernels are compiled for. A tower without a transformer does not use them, so any size will
     /// do.
-    pub(super) fn heads(&self) -> Heads {
+    pub fn heads(&self) -> Heads {
         let head_dim = if self.spec.transformer().is_some() { self.head_dim() } else { 64 };
         Heads { group: 1, head_dim, kv: self.kv() }
+    }
+
+    /// What the kernels of its layers compute.
+    pub fn layer_kind(&self) -> LayerKind {
+        let is_gated = matches!(self.spec.encoder, Encoder::RmsNorms { .. });
+        LayerKind {
+            activation: self.spec.transformer().map_or(HiddenAct::GeluTanh, |layers| layers.hidden_act),
+            has_post_norms: is_gated,
+            has_qk_norms: is_gated,
+            has_value_norm: is_gated,
+            has_biases: matches!(self.spec.encoder, Encoder::LayerNorms(_)),
+            ..LayerKind::default()
+        }
     }
 
     pub(super) fn shape(&self, max_batch_tokens: usize) -> AttentionShape {

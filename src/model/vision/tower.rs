@@ -185,7 +185,6 @@ impl Tower {
     }
 
     fn record(&self, r: &mut Recorder<'_>, part: &Part<'_>, size: [usize; 2]) {
-        r.label("vision");
         let grid = self.spec.grid(size);
         match part {
             Part::Opening => self.record_opening(r, size),
@@ -200,6 +199,7 @@ impl Tower {
         let Scratch { patches, patch_blocks, hidden, normed, .. } = &self.scratch;
         let (own, grid) = (&self.own_kernels, self.spec.grid(size));
         let rows = grid[0] * grid[1];
+        r.label("patch_embedding");
         own.patches(r, (&self.pixels, size), self.spec.patch_size, &self.spec.pixels, patches);
         let matrix = &self.patch_embedding;
         let wants = self.kernels.wants([matrix]);
@@ -262,6 +262,7 @@ impl Tower {
         let LayerScratch { delta, qkv, .. } = scratch;
         let (kernels, own) = (&self.kernels, &self.own_kernels);
         let DeviceLayer { qkv: matrices, attention, network, .. } = &layers[index];
+        r.label("qkv");
         let input = Operand::new(kernels.wants(matrices), normed, normed_blocks);
         match network {
             Network::Plain { norms, .. } => {
@@ -287,6 +288,7 @@ impl Tower {
         let LayerScratch { delta, qkv, attended, attended_blocks, partials, .. } = scratch;
         let DeviceLayer { attention, out, .. } = &layers[layer];
         let (kernels, rows, step) = (&self.kernels, &part.rows, step.part(part, index));
+        r.label("out_proj");
         let input = Operand::new(kernels.wants([out]), &attended.rows(rows), attended_blocks);
         // The items of attention count rows from the first patch, so the queries are not cut.
         kernels.attention(r, attention, (&qkv[0], partials), &step, &input, rows.len());
@@ -302,20 +304,24 @@ impl Tower {
         let [hidden, normed, delta] = [hidden, normed, delta].map(|all| all.rows(rows));
         match &layers[layer].network {
             Network::Plain { norms, out_bias, fc1, fc2 } => {
+                r.label("fc1");
                 let input = Operand::new(kernels.wants([&fc1.0]), &normed, normed_blocks);
                 own.add_and_norm(r, (&delta, out_bias), (&hidden, &norms[1]), &input, count);
                 kernels.matmul(r, &[(&fc1.0, inner)], &input, count);
                 let input = Operand::new(kernels.wants([&fc2.0]), inner, network_blocks);
                 own.activate(r, (inner, &fc1.1), &input, count);
+                r.label("fc2");
                 kernels.matmul(r, &[(&fc2.0, &delta)], &input, count);
             }
             Network::Gated { norms: [_, post_attention, pre_feedforward, _], gate, up, down } => {
+                r.label("gate, up");
                 let input = Operand::new(kernels.wants([gate, up]), &normed, normed_blocks);
                 let added = (Some(post_attention), 1.0);
                 kernels.residual(r, &delta, added, (&hidden, pre_feedforward), &input, count);
                 let inner_up = inner_up.as_ref().expect("a gated network");
                 let gated = Operand::new(kernels.wants([down]), inner, network_blocks);
                 kernels.gated(r, [gate, up], &input, [inner, inner_up], &gated, count);
+                r.label("down_proj");
                 kernels.matmul(r, &[(down, &delta)], &gated, count);
             }
         }
@@ -326,7 +332,7 @@ impl Tower {
         let Scratch { hidden, normed, pooled, pooled_normed, pooled_blocks, .. } = &self.scratch;
         let (kernels, own, grid) = (&self.kernels, &self.own_kernels, self.spec.grid(size));
         let rows = grid[0] * grid[1];
-        r.label("vision");
+        r.label("projection");
         let means = match &self.encoder {
             DeviceEncoder::LayerNorms { layers, post_layernorm, .. } => {
                 let added = (&layers.scratch.delta, self.bias_before(layers.layers.len()));
