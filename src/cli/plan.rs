@@ -53,15 +53,15 @@ impl Part {
     }
 }
 
-/// The request as a load makes it: without a tower that is optional and costs too much.
+/// The request as a load makes it: without a tower that is optional and costs too much, and then with the reason.
 fn as_loaded<'a>(
     request: MemoryRequest<'a>,
     config: &Config,
     fit: impl Fn(&MemoryRequest<'a>) -> Result<Fit, DoesNotFit>,
-) -> MemoryRequest<'a> {
+) -> (MemoryRequest<'a>, Option<String>) {
     match config.model.vision {
-        VisionMode::Auto => request.with_tower_that_fits(config.engine.context, fit).0,
-        VisionMode::On | VisionMode::Off => request,
+        VisionMode::Auto => request.with_tower_that_fits(config.engine.context, fit),
+        VisionMode::On | VisionMode::Off => (request, None),
     }
 }
 
@@ -110,6 +110,8 @@ const SEVERAL: usize = 16;
 struct Report<'a> {
     subject: &'a Subject,
     request: MemoryRequest<'a>,
+    /// Why a load leaves out the vision tower.
+    without_vision: Option<String>,
     kv: ChosenKv,
     sequences: usize,
     /// The requested context.
@@ -131,7 +133,7 @@ pub fn plan(config: &Config, args: &args::Plan) -> Result<(), Error> {
     let (sequences, wanted) = (args.sequences as usize, config.engine.context);
     let (request, kv) = request(&subject, config, &room, sequences);
     let fit = |request: &MemoryRequest<'_>| request.fit(machine, limits, wanted, sequences, &subject.others);
-    let request = as_loaded(request, config, fit);
+    let (request, without_vision) = as_loaded(request, config, fit);
     let outcome = fit(&request);
 
     let mut counts = vec![1, SEVERAL, sequences];
@@ -146,6 +148,7 @@ pub fn plan(config: &Config, args: &args::Plan) -> Result<(), Error> {
     let report = Report {
         subject: &subject,
         request,
+        without_vision,
         kv,
         sequences,
         wanted,
@@ -165,7 +168,7 @@ pub fn fit(config: &Config, planned: &args::Planned, room: &Room) -> Result<Resu
     let context = config.engine.context;
     let fit =
         |request: &MemoryRequest<'_>| request.fit(&room.machine, &room.limits, context, 1, &subject.others);
-    Ok(fit(&as_loaded(request, config, fit)))
+    Ok(fit(&as_loaded(request, config, fit).0))
 }
 
 /// The device memory of one of several models, whose contexts are whole, if `budget` bytes may be used.
@@ -177,20 +180,22 @@ pub fn bytes_to_serve(files: &ModelFiles, config: &Config, budget: u64) -> Resul
     let (request, _) = request(&subject, config, &room, 1);
     let (context, sequences) = (config.engine.context, config.engine.sequences);
     let fit = |request: &MemoryRequest<'_>| request.fit(&room.machine, &room.limits, context, sequences, &[]);
-    let fit = fit(&as_loaded(request, config, fit));
+    let fit = fit(&as_loaded(request, config, fit).0);
     Ok(fit.map_err(|error| LoadError::from(Box::new(error)))?.plan.bytes())
 }
 
 fn subject(config: &Config, args: &args::Planned) -> Result<Subject, Error> {
     let mut subject = match (&args.model, args.shape) {
         (Some(model), _) => checkpoint(model, config)?,
-        (None, Some(shape)) => published(shape, args),
+        (None, Some(shape)) => published(shape, args, config),
         (None, None) => {
             return Err(Error::Argument("plan: give a checkpoint, or --shape".into()));
         }
     };
     if let Some(path) = &args.draft {
         subject.draft = Some(draft(path, &subject.model.config)?);
+        // A model with a draft model takes no images.
+        subject.model.tower = None;
     }
     Ok(subject)
 }
@@ -253,15 +258,15 @@ fn draft(path: &str, model: &ModelSpec) -> Result<Part, Error> {
     Ok(Part { name: files.location(), config: source.config, schemes, tower: None, file_bytes })
 }
 
-fn published(shape: Shape, args: &args::Planned) -> Subject {
-    let config = shape.spec();
+fn published(shape: Shape, args: &args::Planned, config: &Config) -> Subject {
+    let spec = ModelSpec { vision: Ok(shape.tower()), ..shape.spec() };
     let of = |schemes: args::Schemes| {
         let [attention, ffn, embedding] =
             [Class::Attention, Class::FeedForward, Class::Embedding].map(|class| {
                 let Target(scheme) = schemes.of(class);
                 scheme.unwrap_or(Scheme::Bf16)
             });
-        Schemes::uniform(&config, attention, ffn, embedding)
+        Schemes::uniform(&spec, attention, ffn, embedding)
     };
     let scheme = args.scheme.unwrap_or(Target::DEFAULT);
     let schemes = of(args::Schemes {
@@ -279,7 +284,11 @@ fn published(shape: Shape, args: &args::Planned) -> Subject {
         };
         (format!("--scheme {scheme}"), of(target))
     });
-    let model = Part { name: shape.name.into(), config, schemes, tower: None, file_bytes: 0 };
+    // The matrices of all published towers are bf16.
+    let scheme_of_tower = TowerRequest::scheme_of(config.model.precision, true);
+    let has_tower = matches!(spec.vision, Ok(Some(_))) && config.model.vision != VisionMode::Off;
+    let tower = has_tower.then_some(scheme_of_tower);
+    let model = Part { name: shape.name.into(), config: spec, schemes, tower, file_bytes: 0 };
     Subject { model, draft: None, assumption: args.assumption(), others: others.into() }
 }
 
@@ -313,6 +322,9 @@ impl Report<'_> {
         text += &format!("{}: {verdict}{cut}\n\n", contexts(self.sequences, context));
 
         text += &self.memory_table();
+        if let Some(why) = &self.without_vision {
+            text += &format!("\nvision tower     left out: {why}\n");
+        }
         let ffn_choice = self.room.ffn_choice();
         if ffn_choice.has_alternative() {
             text += &format!("\nFFN weights      {ffn_choice}");
@@ -438,6 +450,7 @@ impl Report<'_> {
             "error": refusal.map(ToString::to_string),
             "sequences": sequences,
             "requested_context": wanted,
+            "vision_left_out": self.without_vision,
             "cut_to_model_maximum": request.beyond_model(*wanted).is_some(),
             "context": context,
             "largest_contexts": largest

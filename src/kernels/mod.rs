@@ -124,14 +124,14 @@ impl Kernels {
     }
 
     /// Compiles the kernels for these matrices, for layers with these heads, and for this precision. All heads have the
-    /// same type of KV cache.
+    /// same type of KV cache. Without heads there is no attention.
     pub fn new(
         device: &Device,
         matrices: &Matrices,
         heads: &[Heads],
         precision: Precision,
     ) -> Result<Kernels, GpuError> {
-        let kv = heads[0].kv;
+        let kv = heads.first().map(|heads| heads.kv).unwrap_or_default();
         let embed = matrices.embedding.map(|scheme| {
             let pipeline = device.pipeline(shaders_of(scheme).1, &[])?;
             Ok::<_, GpuError>((scheme, pipeline))
@@ -635,12 +635,12 @@ fn attention_kernels(
     heads: &[Heads],
     precision: Precision,
 ) -> Result<(AttentionBy, AttentionKernels), GpuError> {
-    let kv = heads[0].kv;
+    let kv = heads.first().map(|heads| heads.kv);
     for Heads { group, head_dim, kv: other } in heads {
         let is_supported = *group <= MAX_GROUP
             && *head_dim <= MAX_HEAD_DIM
             && head_dim.is_multiple_of(head_dim_multiple(*head_dim))
-            && *other == kv;
+            && Some(*other) == kv;
         assert!(is_supported, "attention: heads {heads:?}");
     }
     let make = |by: AttentionBy| -> Result<(AttentionBy, AttentionKernels), GpuError> {

@@ -20,7 +20,7 @@ use unicorn::model::{Runner, self_test};
 use unicorn::tensor::{KvDtype, Scheme};
 
 use crate::support::checkpoints::tiny_model;
-use crate::support::program::{assert_error, output, printed_json, unicorn, unicorn_on_software};
+use crate::support::program::{assert_error, output, printed, printed_json, unicorn, unicorn_on_software};
 use crate::support::{data, policy, root};
 
 const KIB: u64 = 1 << 10;
@@ -678,7 +678,7 @@ fn the_plan_in_the_docs_is_the_printed_plan() {
 fn a_plan_as_json_equals_the_text_and_adds_up() {
     let plan = |args: &[&str]| -> (i32, Value, String) {
         let (code, stdout, stderr) =
-            output(unicorn(&[&PLAN_27B[..], &["--json", "--kv", "f16"], args].concat()));
+            output(unicorn(&[&PLAN_27B[..], &["--json", "--kv", "f16", "--vision", "on"], args].concat()));
         (code, serde_json::from_str(&stdout).expect("one JSON object"), stderr)
     };
     let bytes = |value: &Value| value.as_u64().expect("a number");
@@ -709,6 +709,36 @@ fn a_plan_as_json_equals_the_text_and_adds_up() {
         stderr.contains(&way_out) && line["error"].as_str().expect("text").contains(&way_out),
         "{stderr}"
     );
+}
+
+/// With as long a context as fits without the tower, a load leaves it out.
+#[test]
+fn a_plan_says_why_a_tower_is_left_out() {
+    let plan = |args: &[&str]| -> Value {
+        printed_json(unicorn(
+            &[&PLAN_27B[..], &["--json", "--kv", "f16", "--sequences", "16"], args].concat(),
+        ))
+    };
+    let has_tower = |plan: &Value| {
+        let rows = plan["placements"].as_array().expect("a list");
+        rows.iter().any(|row| row["class"] == "vision weights")
+    };
+    let fitting = plan(&[]);
+    assert!(has_tower(&fitting) && fitting["vision_left_out"].is_null(), "{fitting}");
+    let without = plan(&["--vision", "off"]);
+    assert!(!has_tower(&without) && without["vision_left_out"].is_null(), "{without}");
+    let longest = |plan: &Value| {
+        let all = plan["largest_contexts"].as_array().expect("a list");
+        all.iter().find(|one| one["sequences"] == 16).expect("16 sequences")["context"].to_string()
+    };
+    assert_ne!(longest(&fitting), longest(&without));
+    let context = longest(&without);
+    let left_out = plan(&["--context", &context]);
+    assert!(!has_tower(&left_out) && left_out["vision_left_out"].is_string(), "{left_out}");
+    let kv = ["--kv", "f16", "--sequences", "16", "--context", &context];
+    let text = printed(unicorn(&[&PLAN_27B[..], &kv].concat()));
+    let reason = left_out["vision_left_out"].as_str().expect("a reason");
+    assert!(text.contains(&format!("\nvision tower     left out: {reason}\n")), "{text}");
 }
 
 #[test]

@@ -78,10 +78,10 @@ fn pipelines(shapes: &[Shape]) -> Vec<(&'static Shader, Vec<u32>)> {
             |heads: AttentionHeads| (spec.layer_kind(), heads.group() as u32, heads.head_dim as u32);
         kinds.extend(spec.distinct_heads().into_iter().map(of_heads));
         if let Some(tower) = shape.tower() {
-            kinds.extend(Precision::ALL.map(|precision| {
+            kinds.extend(Precision::ALL.into_iter().filter_map(|precision| {
                 let request = work::tower_request(&tower, precision);
-                let Heads { group, head_dim, .. } = request.heads();
-                (request.layer_kind(), group as u32, head_dim as u32)
+                let Heads { group, head_dim, .. } = request.heads()?;
+                Some((request.layer_kind(), group as u32, head_dim as u32))
             }));
         }
     }

@@ -62,7 +62,7 @@ impl TowerLoad<'_, '_> {
             tiles: Some(tiles),
             ..Matrices::default()
         };
-        let kernels = Kernels::new(device, &matrices, &[request.heads()], request.precision)?;
+        let kernels = Kernels::new(device, &matrices, request.heads().as_slice(), request.precision)?;
         let own_kernels = VisionKernels::new(device, kernels.tiles(), kind.activation)?;
 
         let (hidden, elements) = (spec.hidden_size, spec.patch_elements());

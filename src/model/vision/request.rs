@@ -100,11 +100,10 @@ impl<'a> TowerRequest<'a> {
         self.num_heads() * self.head_dim()
     }
 
-    /// The heads that attention kernels are compiled for. A tower without a transformer does not use them, so any size will
-    /// do.
-    pub fn heads(&self) -> Heads {
-        let head_dim = if self.spec.transformer().is_some() { self.head_dim() } else { 64 };
-        Heads { group: 1, head_dim, kv: self.kv() }
+    /// The heads of attention. `None` for a tower without a transformer.
+    pub fn heads(&self) -> Option<Heads> {
+        self.spec.transformer()?;
+        Some(Heads { group: 1, head_dim: self.head_dim(), kv: self.kv() })
     }
 
     /// What the kernels of its layers compute.

@@ -132,7 +132,7 @@ impl VisionTensor {
 
 impl VisionSpec {
     /// Reads the fields of a SigLIP tower. `tokens` is the number of tokens of an image, and `text_hidden_size` the width
-    /// of the language model. The defaults are those of transformers' `SiglipVisionConfig`.
+    /// of the language model. The defaults are those of transformers' class.
     pub(in crate::model) fn read_siglip(
         level: &Level,
         tokens: usize,
@@ -187,7 +187,7 @@ impl VisionSpec {
         })
     }
 
-    /// Reads the fields of a tower with an axial RoPE. The defaults are those of transformers' `Gemma4VisionConfig`.
+    /// Reads the fields of a tower with an axial RoPE. The defaults are those of transformers' class.
     pub(in crate::model) fn read_axial(
         level: &Level,
         text_hidden_size: usize,
@@ -243,8 +243,7 @@ impl VisionSpec {
         })
     }
 
-    /// Reads the fields of a tower without a transformer. The defaults are those of transformers'
-    /// `Gemma4UnifiedVisionConfig`.
+    /// Reads the fields of a tower without a transformer. The defaults are those of transformers' class.
     pub(in crate::model) fn read_linear(
         level: &Level,
         text_hidden_size: usize,

@@ -262,7 +262,7 @@ impl Tower {
         let LayerScratch { delta, qkv, .. } = scratch;
         let (kernels, own) = (&self.kernels, &self.own_kernels);
         let DeviceLayer { qkv: matrices, attention, network, .. } = &layers[index];
-        r.label("qkv");
+        r.label("norm");
         let input = Operand::new(kernels.wants(matrices), normed, normed_blocks);
         match network {
             Network::Plain { norms, .. } => {
@@ -278,6 +278,7 @@ impl Tower {
             }
         }
         let products: Vec<_> = matrices.iter().zip(qkv).collect();
+        r.label("qkv");
         kernels.matmul(r, &products, &input, rows);
         kernels.qkv_store(r, attention, qkv.each_ref(), step, rows);
     }
@@ -304,9 +305,9 @@ impl Tower {
         let [hidden, normed, delta] = [hidden, normed, delta].map(|all| all.rows(rows));
         match &layers[layer].network {
             Network::Plain { norms, out_bias, fc1, fc2 } => {
-                r.label("fc1");
                 let input = Operand::new(kernels.wants([&fc1.0]), &normed, normed_blocks);
                 own.add_and_norm(r, (&delta, out_bias), (&hidden, &norms[1]), &input, count);
+                r.label("fc1");
                 kernels.matmul(r, &[(&fc1.0, inner)], &input, count);
                 let input = Operand::new(kernels.wants([&fc2.0]), inner, network_blocks);
                 own.activate(r, (inner, &fc1.1), &input, count);
@@ -314,12 +315,13 @@ impl Tower {
                 kernels.matmul(r, &[(&fc2.0, &delta)], &input, count);
             }
             Network::Gated { norms: [_, post_attention, pre_feedforward, _], gate, up, down } => {
-                r.label("gate, up");
+                r.label("norm");
                 let input = Operand::new(kernels.wants([gate, up]), &normed, normed_blocks);
                 let added = (Some(post_attention), 1.0);
                 kernels.residual(r, &delta, added, (&hidden, pre_feedforward), &input, count);
                 let inner_up = inner_up.as_ref().expect("a gated network");
                 let gated = Operand::new(kernels.wants([down]), inner, network_blocks);
+                r.label("gate, up");
                 kernels.gated(r, [gate, up], &input, [inner, inner_up], &gated, count);
                 r.label("down_proj");
                 kernels.matmul(r, &[(down, &delta)], &gated, count);
@@ -332,7 +334,7 @@ impl Tower {
         let Scratch { hidden, normed, pooled, pooled_normed, pooled_blocks, .. } = &self.scratch;
         let (kernels, own, grid) = (&self.kernels, &self.own_kernels, self.spec.grid(size));
         let rows = grid[0] * grid[1];
-        r.label("projection");
+        r.label("norm");
         let means = match &self.encoder {
             DeviceEncoder::LayerNorms { layers, post_layernorm, .. } => {
                 let added = (&layers.scratch.delta, self.bias_before(layers.layers.len()));
@@ -355,6 +357,7 @@ impl Tower {
         let input = Operand::new(kernels.wants([&self.projection]), pooled_normed, pooled_blocks);
         let tokens = rows / self.spec.patches_per_token();
         kernels.rms_norm(r, means, &self.norm, &input, tokens);
+        r.label("projection");
         kernels.matmul(r, &[(&self.projection, &self.embeddings_of(slot))], &input, tokens);
     }
 
