@@ -85,6 +85,13 @@ impl Checkpoint {
         self.norms_hold_one
     }
 
+    /// Whether the tensors of towers are stored as GGUF files have them: it differs in norms and in the order of patches and
+    /// positions. A native checkpoint that is made of a GGUF file keeps it.
+    pub fn has_gguf_layout(&self) -> bool {
+        // No other source has such norms.
+        self.norms_hold_one
+    }
+
     /// (Name, length, modification time) of each file. They distinguish the files from other files and later versions.
     pub fn fingerprint(&self) -> Vec<(String, u64, Option<std::time::SystemTime>)> {
         self.table

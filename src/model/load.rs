@@ -756,7 +756,7 @@ impl<'a> Load<'a> {
             arena,
             uploader,
             tiles: model.kernels.tiles(),
-            norms_hold_one: source.checkpoint.norms_hold_one(),
+            has_gguf_layout: source.checkpoint.has_gguf_layout(),
         };
         let tower = tower.run(tensors, &mut |tensor| {
             let values = match discards {

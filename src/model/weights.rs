@@ -89,19 +89,27 @@ impl<'a> Weights<'a> {
         if self.tower.is_empty() {
             return Ok(None);
         }
+        // Messages about what is missing name the tower's file, if it has one of its own.
+        let mut files = self.tower.values().map(|tensor| tensor.file);
+        let first = files.next().filter(|first| files.all(|file| file == *first));
+        let location = first.unwrap_or(checkpoint.location());
         let find = |wanted: VisionTensor| {
-            let VisionTensor { name, shape, shape_in_config, .. } = wanted;
-            let Some(tensor) = self.tower.get(&name) else {
-                let location = checkpoint.location().into();
-                return Err(WeightsError::Missing { location, first: name, more: 0, expected: shape });
+            let (shape, meaning) = wanted.stored_shape(checkpoint.has_gguf_layout());
+            let Some(tensor) = self.tower.get(&wanted.name) else {
+                return Err(WeightsError::Missing {
+                    location: location.into(),
+                    expected: shape.to_vec(),
+                    first: wanted.name,
+                    more: 0,
+                });
             };
             if tensor.shape != shape {
                 return Err(WeightsError::Shape {
                     file: tensor.file.to_string(),
                     tensor: tensor.name.to_string(),
                     found: tensor.shape.to_vec(),
-                    expected: shape,
-                    meaning: shape_in_config,
+                    expected: shape.to_vec(),
+                    meaning,
                 });
             }
             tensor.scheme()?;

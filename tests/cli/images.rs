@@ -1,7 +1,7 @@
 //! The shipped server with a model that reads images: the tokens of transformers through every API, cached pictures, and
 //! models without a tower.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
@@ -40,13 +40,15 @@ fn folder_of(model: &str) -> PathBuf {
 /// What transformers answers to a prompt of a golden file: the text of all ids before the first one that the tokenizer lacks,
 /// and their number.
 fn golden_answer(model: &str, prompt: &str) -> (String, usize) {
-    let tokenizer = std::fs::read(folder_of(model).join("tokenizer.json")).expect("a tokenizer");
-    golden_text(model, prompt, &tokenizer)
+    golden_text(model, prompt, &folder_of(model))
 }
 
-/// As [`golden_answer`], with this `tokenizer.json`.
-fn golden_text(model: &str, prompt: &str, tokenizer: &[u8]) -> (String, usize) {
-    let tokenizer = Tokenizer::from_bytes(tokenizer, "tokenizer.json").expect("a tokenizer");
+/// As [`golden_answer`], with the tokenizer of this folder or file. A GGUF file lists more of its tokens as control tokens, which
+/// no text shows.
+fn golden_text(model: &str, prompt: &str, of_tokenizer: &Path) -> (String, usize) {
+    let files = open_files(of_tokenizer).expect("a model");
+    let tokenizer = files.read("tokenizer.json").expect("valid").expect("a tokenizer");
+    let tokenizer = Tokenizer::from_bytes(&tokenizer, "tokenizer.json").expect("a tokenizer");
     let ids = Goldens::open(&folder_of(model)).tokens(&format!("greedy.{prompt}.tokens"));
     let known = ids.iter().position(|id| tokenizer.token(*id).is_none()).unwrap_or(ids.len());
     (tokenizer.decode(&ids[..known], true), known)
@@ -132,19 +134,23 @@ fn a_checkpoint_of_transformers_5_answers_as_transformers_does() {
     assert_eq!((status, &answer["choices"][0]["message"]["content"]), (200, &json!(expected)), "{answer}");
 }
 
-/// A tower with dense layers and one with experts after it, and a model without a tower. Pictures of different sizes have different
-/// numbers of tokens, which the request bounds.
+/// A tower with dense layers and one with experts after it, and a model without a tower; in safetensors, and in GGUF with the
+/// tower in a file of its own. Pictures of different sizes have different numbers of tokens, which the request bounds.
 #[test]
 fn gemma_4_answers_about_pictures_as_transformers_does() {
-    for model in ["vis4-a", "vis4-b", "vis4-c"] {
-        let (expected, tokens) = golden_answer(model, "adjacent");
+    let in_gguf = |model: &str| folder_of(model).join(format!("gguf/{model}-text-BF16.gguf"));
+    let safetensors = ["vis4-a", "vis4-b", "vis4-c"].map(|model| (model, folder_of(model)));
+    let gguf = ["vis4-a", "vis4-c"].map(|model| (model, in_gguf(model)));
+    for (model, path) in safetensors.into_iter().chain(gguf) {
+        let (expected, tokens) = golden_text(model, "adjacent", &path);
         let facts = std::fs::read(folder_of(model).join("goldens.json")).expect("facts");
         let facts: Value = serde_json::from_slice(&facts).expect("JSON");
         let prompt = &facts["prompts"]["adjacent"];
         assert_eq!(prompt["images"], json!(["wide", "tall"]));
         let words = &prompt["messages"][0]["content"][2]["text"];
         let options = [&EXACT[..], &["--max-image-tokens", "280"]].concat();
-        let server = Daemon::start_model(&folder_of(model), &options, |_| {});
+        let server = Daemon::start_model(&path, &options, |_| {});
+        let model = path.display();
         let ask = |detail: &str, more: Value| {
             let mut parts = [part("wide"), part("tall"), json!({"type": "text", "text": words})];
             parts[..2].iter_mut().for_each(|part| part["image_url"]["detail"] = detail.into());
@@ -193,10 +199,7 @@ fn a_picture_of_the_command_line_is_sent_to_the_server() {
 fn a_gguf_file_with_its_tower_answers_about_pictures() {
     let folder = data("gemma3-vision/gguf");
     let model = folder.join("vis-a-text-BF16.gguf");
-    // The file lists more of its tokens as control tokens, which no text shows.
-    let tokenizer =
-        open_files(&model).expect("a model").read("tokenizer.json").expect("valid").expect("a tokenizer");
-    let (expected, tokens) = golden_text("vis-a", "adjacent", &tokenizer);
+    let (expected, tokens) = golden_text("vis-a", "adjacent", &model);
     assert_eq!(tokens, 24);
     let body = json!({
         "messages": [{"role": "user", "content": [

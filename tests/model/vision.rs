@@ -6,11 +6,13 @@ use std::time::Duration;
 
 use serde_json::Value;
 use sha2::{Digest, Sha256};
+use unicorn::checkpoint::Checkpoint;
 use unicorn::image::{Filter, Limits, Rgb, decode};
 use unicorn::model::arch::{self, open_files};
 use unicorn::model::load::LoadOptions;
 use unicorn::model::model_runner::ModelRunner;
 use unicorn::model::vision::TowerRequest;
+use unicorn::model::weights::Weights;
 use unicorn::model::{ImageBudget, ImageSizes, ImageSpan, Runner};
 use unicorn::tensor::{KvDtype, Precision, Scheme, VisionMode};
 
@@ -108,6 +110,16 @@ impl Case {
         (self.goldens.tokens(&format!("tokens.{prompt}")), images)
     }
 
+    /// The largest difference of the logits of a prompt from those of transformers.
+    fn off_logits(&self, model: &mut ModelRunner, prompt: &str) -> f32 {
+        let mut found = self.logits(model, prompt);
+        let at = format!("positions.{prompt}");
+        if self.goldens.has(&at) {
+            found = rows_at(&found, &self.goldens.tokens(&at), model.limits().vocab_size);
+        }
+        max_difference(&found, &self.goldens.view::<f32>(&format!("logits.{prompt}")))
+    }
+
     /// The logits of all positions of a prompt.
     fn logits(&self, model: &mut ModelRunner, prompt: &str) -> Vec<f32> {
         let (tokens, images) = self.encode(model, prompt);
@@ -146,13 +158,7 @@ fn logits_with_none_one_and_several_images_equal_those_of_transformers() {
         let case = Case::open(name);
         let mut model = case.load(&LoadOptions::default());
         for prompt in case.prompts() {
-            let mut found = case.logits(&mut model, prompt);
-            let at = format!("positions.{prompt}");
-            if case.goldens.has(&at) {
-                found = rows_at(&found, &case.goldens.tokens(&at), model.limits().vocab_size);
-            }
-            let expected: Vec<f32> = case.goldens.view(&format!("logits.{prompt}"));
-            let off = max_difference(&found, &expected);
+            let off = case.off_logits(&mut model, prompt);
             println!("{name} {prompt}: {off:.1e}");
             assert!(off < 1e-3, "{name} {prompt}: {off}");
         }
@@ -309,6 +315,7 @@ fn the_tower_of_a_27b_takes_less_than_a_gigabyte() {
 
 const MODEL_FILE: &str = "vis-a-text-BF16.gguf";
 const TOWER_FILE: &str = "vis-a-mmproj-F16.gguf";
+const OF_GEMMA_3: &[&str] = &["photo420", "rgb", "one", "checker"];
 
 /// vis-a as two GGUF files, with its goldens.
 fn gguf_case() -> Case {
@@ -317,6 +324,12 @@ fn gguf_case() -> Case {
 
 fn tower_bytes() -> Vec<u8> {
     std::fs::read(data("gemma3-vision/gguf").join(TOWER_FILE)).unwrap()
+}
+
+/// A set of `tests/data/gemma4-vision` as two GGUF files, with its goldens.
+fn gemma_4_gguf_case(set: &str) -> Case {
+    let name = format!("gemma4-vision/{set}");
+    Case { folder: data(format!("{name}/gguf")), ..Case::open(&name) }
 }
 
 /// A folder with a GGUF file of a model and these files.
@@ -348,30 +361,59 @@ fn text(text: &str) -> Vec<u8> {
     [&(text.len() as u64).to_le_bytes(), text.as_bytes()].concat()
 }
 
-/// The largest difference of the embeddings of some images from those of transformers.
-fn off_embeddings(case: &Case, model: &mut ModelRunner) -> f32 {
-    let off = ["photo420", "rgb", "one", "checker"].map(|image| {
+/// The largest difference of the embeddings of these images from those of transformers.
+fn off_embeddings(case: &Case, model: &mut ModelRunner, images: &[&str]) -> f32 {
+    let off = images.iter().map(|image| {
         case.encode_image(model, 0, image);
-        let expected: Vec<f32> = case.goldens.view(&format!("image_features.{image}"));
-        max_difference(&model.image_embeddings(0).unwrap(), &expected)
+        max_difference(&case.found(model, 0, image), &case.embeddings(image))
     });
-    off.into_iter().fold(0.0, f32::max)
+    off.fold(0.0, f32::max)
 }
 
 #[test]
 fn a_gguf_file_with_its_tower_computes_what_transformers_does() {
-    let case = gguf_case();
-    let mut model = case.load(&LoadOptions::default());
-    let off = off_embeddings(&case, &mut model);
-    println!("embeddings: {off:.1e}");
-    assert!(off < 1e-3, "{off}");
-    for prompt in ["one", "two"] {
-        let found = case.logits(&mut model, prompt);
-        let expected: Vec<f32> = case.goldens.view(&format!("logits.{prompt}"));
-        let off = max_difference(&found, &expected);
-        println!("{prompt}: {off:.1e}");
-        assert!(off < 1e-3, "{prompt}: {off}");
+    for (case, images) in [
+        (gguf_case(), OF_GEMMA_3),
+        (gemma_4_gguf_case("vis4-a"), OF_ALL_SIZES),
+        (gemma_4_gguf_case("vis4-c"), OF_ALL_SIZES),
+    ] {
+        let name = case.folder.display();
+        let mut model = case.load(&LoadOptions::default());
+        let off = off_embeddings(&case, &mut model, images);
+        println!("{name}, embeddings: {off:.1e}");
+        assert!(off < 1e-3, "{name}: {off}");
+        for prompt in ["one", "two"] {
+            let off = case.off_logits(&mut model, prompt);
+            println!("{name}, {prompt}: {off:.1e}");
+            assert!(off < 1e-3, "{name}, {prompt}: {off}");
+        }
     }
+}
+
+/// The layout of the tensors is that of the files, whatever the config says.
+#[test]
+fn a_tower_in_gguf_is_read_with_the_config_of_safetensors() {
+    for set in ["vis4-a", "vis4-c"] {
+        let case = gemma_4_gguf_case(set);
+        let files =
+            open_files(&case.folder).unwrap().with_config(&case.folder.join("../config.json")).unwrap();
+        let options = LoadOptions { vision: VisionMode::On, ..LoadOptions::default() };
+        let mut model = load_files(&files, &options).unwrap();
+        let off = off_embeddings(&case, &mut model, OF_SMALL_SIZES);
+        assert!(off < 1e-3, "{set}: {off}");
+    }
+}
+
+/// The file with the embedder of images has one of sound, too.
+#[test]
+fn tensors_of_sound_beside_those_of_images_are_skipped_and_counted() {
+    let files = open_files(&gemma_4_gguf_case("vis4-c").folder).unwrap();
+    let checkpoint = Checkpoint::open(&files).unwrap();
+    let (spec, _) = arch::load(&files).unwrap();
+    let wanted = spec.vision.as_ref().unwrap().as_ref().unwrap().tensors();
+    assert!(checkpoint.iter().any(|tensor| tensor.name == "embed_audio.input_projection.weight"));
+    let weights = Weights::collect(&checkpoint, &spec).unwrap();
+    assert_eq!(weights.skipped_vision, wanted.len() + 1);
 }
 
 /// The open files are enough, as for a process that gets them from another one.
@@ -383,7 +425,7 @@ fn a_held_tower_is_read_after_its_file_is_gone() {
     drop(folder);
     let mut model =
         load_files(&files, &LoadOptions { vision: VisionMode::On, ..LoadOptions::default() }).unwrap();
-    assert!(off_embeddings(&case, &mut model) < 1e-3);
+    assert!(off_embeddings(&case, &mut model, OF_GEMMA_3) < 1e-3);
 }
 
 #[test]
@@ -395,6 +437,7 @@ fn towers_of_old_converters_and_of_other_types_are_read() {
         off_embeddings(
             &case,
             &mut Case { folder: folder.path().to_owned(), ..gguf_case() }.load(&LoadOptions::default()),
+            OF_GEMMA_3,
         )
     };
 
@@ -492,19 +535,123 @@ fn an_unusable_tower_is_refused_by_name_and_texts_are_not() {
         ),
         (&model, replaced(&original, &text("clip.vision.image_mean"), &text("clip.vision.image_mode")), ""),
     ] {
-        let folder = beside(model, &[("mmproj-x.gguf", &bytes)]);
-        let files = open_files(folder.path()).unwrap();
-        let load = |vision| load_files(&files, &LoadOptions { vision, ..LoadOptions::default() });
-        if problem.is_empty() {
-            // What is not there has its usual value.
-            assert!(load(VisionMode::On).unwrap().limits().images.is_some());
-            continue;
-        }
-        let error = load(VisionMode::On).err().unwrap_or_else(|| panic!("{problem}")).to_string();
-        assert!(error.contains("mmproj-x.gguf: ") && error.contains(problem), "{error}\n{problem}");
-        for mode in [VisionMode::Auto, VisionMode::Off] {
-            assert_eq!(load(mode).unwrap().limits().images, None, "{problem}");
-        }
+        check_unusable(model, &bytes, problem);
+    }
+}
+
+/// The same for what only the towers of Gemma 4 have.
+#[test]
+fn unusable_towers_of_gemma_4_are_refused_by_name() {
+    let [(axial, of_axial), (linear, of_linear)] = ["vis4-a", "vis4-c"].map(|set| {
+        let folder = gemma_4_gguf_case(set).folder;
+        let tower = std::fs::read(folder.join(format!("{set}-mmproj-F16.gguf"))).unwrap();
+        (folder.join(format!("{set}-text-BF16.gguf")), tower)
+    });
+    let (gemma_3, other) = (
+        data("gemma3-vision/gguf").join(MODEL_FILE),
+        data("families/tiny-gemma4-31b/gguf/tiny-31b-Q4_0.gguf"),
+    );
+    let number = |name: &str, number: u32| {
+        [&text(&format!("clip.vision.{name}"))[..], &4u32.to_le_bytes(), &number.to_le_bytes()].concat()
+    };
+    let changed =
+        |from: u32, to: u32, name: &str| replaced(&of_axial, &number(name, from), &number(name, to));
+    let renamed = |tower: &[u8], from: &str, to: &str| replaced(tower, &text(from), &text(to));
+    // A name that is one byte longer in the place of another, and a shorter key: tensors keep their places.
+    let clipped = renamed(&of_axial, "v.blk.0.attn_out.weight", "v.blk.0.attn_q.input_max");
+    let clipped = renamed(&clipped, "general.size_label", "general.size_labe");
+    let levels = |values: [f32; 3]| {
+        let head = [&text("clip.vision.image_mean")[..], &9u32.to_le_bytes(), &6u32.to_le_bytes()].concat();
+        [head, 3u64.to_le_bytes().to_vec(), values.map(f32::to_le_bytes).concat()].concat()
+    };
+    for (model, bytes, problem) in [
+        (
+            &axial,
+            renamed(&of_axial, "gemma4v", "gemma9v"),
+            "key clip.vision.projector_type: is \"gemma9v\"; for models of the architecture \"gemma4\", expected \"gemma4v\" \
+             or \"gemma4uv\"",
+        ),
+        (
+            &gemma_3,
+            of_axial.clone(),
+            "key clip.vision.projector_type: is \"gemma4v\"; for models of the architecture \"gemma3\", expected \"gemma3\"",
+        ),
+        (
+            &axial,
+            tower_bytes(),
+            "key clip.projector_type: is \"gemma3\"; for models of the architecture \"gemma4\"",
+        ),
+        (
+            &other,
+            of_axial.clone(),
+            "key clip.vision.projection_dim: is 64; expected 128, the gemma4.embedding_length of the model",
+        ),
+        (
+            &other,
+            changed(64, 128, "projection_dim"),
+            "tensor embed_vision.embedding_projection.weight has shape [64, 144]; config.json asks for [128, 144]",
+        ),
+        (
+            &axial,
+            clipped,
+            "tensor v.blk.0.attn_q.input_max: is a bound of a clipped linear map (use_clipped_linears)",
+        ),
+        (
+            &axial,
+            replaced(&of_axial, &levels([0.0; 3]), &levels([0.0, 0.5, 0.0])),
+            "key clip.vision.image_mean: contains 0.5; expected 0",
+        ),
+        (
+            &axial,
+            changed(2, 3, "block_count"),
+            "tensor vision_tower.encoder.layers.2.input_layernorm.weight is missing; config.json asks for it with shape [144]",
+        ),
+        (
+            &axial,
+            changed(16, 12, "patch_size"),
+            "tensor vision_tower.patch_embedder.input_proj.weight has shape [144, 3, 16, 16]; config.json asks for \
+             [144, 3, 12, 12] (hidden_size, 3, patch_size, patch_size)",
+        ),
+        (
+            &axial,
+            renamed(&of_axial, "v.position_embd.weight", "v.position_embx.weight"),
+            "tensor v.position_embd.weight: is missing; expected [2, positions, width]",
+        ),
+        (
+            &axial,
+            renamed(&of_axial, "v.std_bias", "v.std_bits"),
+            "tensor v.std_bits: is no part of a vision tower with the projector \"gemma4v\"",
+        ),
+        (
+            &linear,
+            renamed(&of_linear, "v.patch_norm.3.bias", "v.patch_norm.4.bias"),
+            "tensor v.patch_norm.4.bias: is no part of a vision tower with the projector \"gemma4uv\"",
+        ),
+        // Twice the width, so the norms and embeddings have another one.
+        (
+            &linear,
+            replaced(&of_linear, &number("embedding_length", 24), &number("embedding_length", 48)),
+            "tensor vision_embedder.patch_dense.weight has shape [24, 6912]; config.json asks for [48, 6912]",
+        ),
+    ] {
+        check_unusable(model, &bytes, problem);
+    }
+}
+
+/// Loads a model with this tower beside it, which is refused for that reason; or is not, if it is empty.
+fn check_unusable(model: &Path, tower: &[u8], problem: &str) {
+    let folder = beside(model, &[("mmproj-x.gguf", tower)]);
+    let files = open_files(folder.path()).unwrap();
+    let load = |vision| load_files(&files, &LoadOptions { vision, ..LoadOptions::default() });
+    if problem.is_empty() {
+        // What is not there has its usual value.
+        assert!(load(VisionMode::On).unwrap().limits().images.is_some());
+        return;
+    }
+    let error = load(VisionMode::On).err().unwrap_or_else(|| panic!("{problem}")).to_string();
+    assert!(error.contains("mmproj-x.gguf: ") && error.contains(problem), "{error}\n{problem}");
+    for mode in [VisionMode::Auto, VisionMode::Off] {
+        assert_eq!(load(mode).unwrap().limits().images, None, "{problem}");
     }
 }
 

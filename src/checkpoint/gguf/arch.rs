@@ -21,21 +21,29 @@ pub struct GgufArch {
     /// The matrices, such as `attn_q`, whose rows are stored so that each row of the first half of a head is followed by
     /// its counterpart in the second half. Hugging Face stores one half after the other.
     pub interleaved: &'static [&'static str],
-    /// The vision tower in a file of its own; `None` if the architecture's models read text only, or if only that is
-    /// computed.
-    pub tower: Option<&'static GgufTower>,
+    /// The kinds of vision towers in files of their own; empty if the architecture's models read text only, or if only that
+    /// is computed.
+    pub towers: &'static [GgufTower],
     pub tokens: GgufTokens,
 }
 
-/// How the towers of an architecture are stored in files of their own.
+/// How towers of one kind are stored in files of their own.
 #[derive(Debug)]
 pub struct GgufTower {
-    /// The value of `clip.projector_type`.
+    /// The type of the projector, by which files tell the kind.
     pub projector: &'static str,
-    /// The fields of `config.json` that describe the tower, as an object, from the metadata of its file and the keys of the model.
-    pub config: fn(&Metadata, &Keys) -> Result<Json, HeaderError>,
+    pub pixels: Pixels,
+    /// The fields of `config.json` that describe the tower, as an object.
+    pub config: fn(&TowerKeys) -> Result<Json, HeaderError>,
     /// The Hugging Face name of a tensor of the file; `None` if unknown.
     pub tensor: fn(&str, &GgufTensors) -> Option<String>,
+}
+
+/// The levels of pixels, between 0 and 1, minus `mean` and divided by `std` are what a tower computes with.
+#[derive(Debug, Clone, Copy)]
+pub struct Pixels {
+    pub mean: f64,
+    pub std: f64,
 }
 
 /// Special tokens of an architecture, for files that omit them.
@@ -113,6 +121,10 @@ impl<'a> GgufTensors<'a> {
 
     pub fn has(&self, name: &str) -> bool {
         self.find(name).is_some()
+    }
+
+    pub fn names(&self) -> impl Iterator<Item = &str> {
+        self.tensors.iter().map(|(_, info)| info.name)
     }
 
     /// The shape of a tensor; `None` if there is none of that name.
@@ -321,5 +333,100 @@ impl<'a, 'm> Keys<'a, 'm> {
             }
         }
         if count == blocks { Ok(Some(first)) } else { Err(wrong()) }
+    }
+}
+
+/// What the file of a tower says about it. Keys are read by their names without the prefix `clip.vision.`.
+pub struct TowerKeys<'a, 'm> {
+    pub(super) metadata: &'m Metadata<'a>,
+    pub tensors: &'m GgufTensors<'a>,
+}
+
+impl TowerKeys<'_, '_> {
+    fn full(name: &str) -> String {
+        format!("clip.vision.{name}")
+    }
+
+    pub fn error(&self, name: &str, problem: impl Into<String>) -> HeaderError {
+        HeaderError::key(&Self::full(name), problem)
+    }
+
+    fn missing(&self, name: &str) -> HeaderError {
+        self.error(name, "is missing; expected a number")
+    }
+
+    pub fn whole(&self, name: &str) -> Result<Option<u64>, HeaderError> {
+        self.metadata.whole(&Self::full(name))
+    }
+
+    pub fn required(&self, name: &str) -> Result<u64, HeaderError> {
+        self.whole(name)?.ok_or_else(|| self.missing(name))
+    }
+
+    /// The epsilon of the norms.
+    pub fn epsilon(&self) -> Result<f64, HeaderError> {
+        const NAME: &str = "attention.layer_norm_epsilon";
+        self.metadata.number(&Self::full(NAME))?.ok_or_else(|| self.missing(NAME))
+    }
+
+    /// Patches along a side of the square that becomes one token. Converters write this number only if it is not the usual
+    /// one.
+    pub fn pool(&self, usual: u64) -> Result<u64, HeaderError> {
+        const NAME: &str = "projector.scale_factor";
+        match self.whole(NAME)?.unwrap_or(usual) {
+            0 => Err(self.error(NAME, "is 0; expected at least 1")),
+            pool => Ok(pool),
+        }
+    }
+
+    /// Refuses what towers with these levels of pixels in `model` do not have.
+    pub(super) fn check(&self, pixels: Pixels, model: &Keys) -> Result<(), HeaderError> {
+        self.check_activation()?;
+        self.check_pixels(pixels)?;
+        self.check_width(model)
+    }
+
+    /// Refuses another activation than GELU.
+    fn check_activation(&self) -> Result<(), HeaderError> {
+        for (key, wanted) in [("clip.use_gelu", true), ("clip.use_silu", false)] {
+            if self.metadata.flag(key)?.is_some_and(|found| found != wanted) {
+                let problem = format!("is {}; expected {wanted}: such a tower has GELU", !wanted);
+                return Err(HeaderError::key(key, problem));
+            }
+        }
+        Ok(())
+    }
+
+    /// Refuses other levels of pixels. What is missing is as usual.
+    fn check_pixels(&self, Pixels { mean, std }: Pixels) -> Result<(), HeaderError> {
+        for (name, wanted) in [("image_mean", mean), ("image_std", std)] {
+            let key = Self::full(name);
+            for value in self.metadata.elements(&key)?.into_iter().flatten() {
+                match value? {
+                    Value::Number(found) if found == wanted => {}
+                    other => {
+                        return Err(HeaderError::key(&key, format!("contains {other}; expected {wanted}")));
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Refuses the tower of a model with embeddings of another width.
+    fn check_width(&self, model: &Keys) -> Result<(), HeaderError> {
+        const NAME: &str = "projection_dim";
+        const OF_MODEL: &str = "embedding_length";
+        let hidden = model.required(OF_MODEL)?;
+        match self.whole(NAME)?.filter(|found| *found != hidden) {
+            None => Ok(()),
+            Some(projected) => {
+                let problem = format!(
+                    "is {projected}; expected {hidden}, the {} of the model: the tower is that of another model",
+                    model.full(OF_MODEL)
+                );
+                Err(self.error(NAME, problem))
+            }
+        }
     }
 }

@@ -13,11 +13,12 @@ mod tokenizer;
 mod tower;
 
 pub(super) use arch::NamedTensor;
-pub use arch::{Geometry, GgufArch, GgufTensors, GgufTokens, GgufTower, Keys};
+pub use arch::{Geometry, GgufArch, GgufTensors, GgufTokens, GgufTower, Keys, Pixels, TowerKeys};
 pub use blocks::{GgmlTensor, GgmlType};
 pub use generated::{special_ids, token_ids};
 pub use header::{Element, HeaderError, Metadata, TensorInfo, Value};
 pub(super) use tower::TowerFile;
+pub use tower::tower_layer_part;
 
 use super::error::CheckpointError;
 use header::{Header, read_header};

@@ -9,7 +9,7 @@
 
 use serde_json::{Value as Json, json};
 
-use super::mmproj::TOWER;
+use super::mmproj;
 use super::tensors::NAMES;
 use crate::checkpoint::gguf::{self, Geometry, GgufArch, GgufTensors, GgufTokens, HeaderError, Keys};
 use crate::checkpoint::short;
@@ -20,7 +20,7 @@ pub(super) static GGUF: GgufArch = GgufArch {
     config,
     layer_tensor: |name, what| NAMES.of_gguf(name, what),
     interleaved: &[],
-    tower: Some(&TOWER),
+    towers: mmproj::TOWERS,
     tokens: GgufTokens {
         bos: Some(2),
         eos: 1,

@@ -1,76 +1,44 @@
 //! The vision tower of a Gemma-3 in a GGUF file of its own, as llama.cpp's converter writes it.
 //!
 //! Names and keys are those of llama.cpp. Old files have the two matrices of the feed-forward network under each
-//! other's name; their shapes tell. Refuses what the tower of Gemma 3 does not have: another activation, other levels
-//! of pixels, and a projection into the embeddings of another model.
+//! other's name; their shapes tell.
 
 use serde_json::{Value as Json, json};
 
-use crate::checkpoint::gguf::{GgufTensors, GgufTower, HeaderError, Keys, Metadata, Value};
+use crate::checkpoint::gguf::{self, GgufTensors, GgufTower, HeaderError, Pixels, TowerKeys};
 
-pub(super) static TOWER: GgufTower = GgufTower { projector: "gemma3", config, tensor };
+pub(super) const TOWERS: &[GgufTower] =
+    &[GgufTower { projector: "gemma3", pixels: Pixels { mean: 0.5, std: 0.5 }, config, tensor }];
 
 /// The largest side of an image in pixels. The reader of `config.json` allows less.
 const MAX_SIDE: u64 = 1 << 16;
-/// Patches along a side of the square that becomes one token. Converters write this number only if it is another one.
-const DEFAULT_POOL: u64 = 4;
+/// Patches along a side of the square that becomes one token.
+const USUAL_POOL: u64 = 4;
 
 /// Generates the fields `vision_config` and `mm_tokens_per_image`.
-fn config(metadata: &Metadata, model: &Keys) -> Result<Json, HeaderError> {
-    let full = |name: &str| format!("clip.vision.{name}");
-    let missing = |name: &str| HeaderError::key(&full(name), "is missing; expected a number");
-    let whole = |name: &str| metadata.whole(&full(name))?.ok_or_else(|| missing(name));
-    let epsilon = "attention.layer_norm_epsilon";
-    let epsilon = metadata.number(&full(epsilon))?.ok_or_else(|| missing(epsilon))?;
-
-    for (key, wanted) in [("clip.use_gelu", true), ("clip.use_silu", false)] {
-        if metadata.flag(key)?.is_some_and(|found| found != wanted) {
-            let problem = format!("is {}; expected {wanted}: the tower of Gemma 3 has GELU", !wanted);
-            return Err(HeaderError::key(key, problem));
-        }
-    }
-    for name in ["image_mean", "image_std"] {
-        let key = full(name);
-        for value in metadata.elements(&key)?.into_iter().flatten() {
-            match value? {
-                Value::Number(0.5) => {}
-                other => return Err(HeaderError::key(&key, format!("contains {other}; expected 0.5"))),
-            }
-        }
-    }
-    let hidden = model.required("embedding_length")?;
-    if let Some(projected) = metadata.whole(&full("projection_dim"))?.filter(|found| *found != hidden) {
+fn config(keys: &TowerKeys) -> Result<Json, HeaderError> {
+    let (image_size, patch_size) = (keys.required("image_size")?, keys.required("patch_size")?);
+    let pool = keys.pool(USUAL_POOL)?;
+    if image_size > MAX_SIDE || patch_size == 0 {
         let problem = format!(
-            "is {projected}; expected {hidden}, the {} of the model: the tower is that of another model",
-            model.full("embedding_length")
+            "is {image_size}, with patches of {patch_size}; expected at most {MAX_SIDE}, and patches of at least 1"
         );
-        return Err(HeaderError::key(&full("projection_dim"), problem));
-    }
-
-    let (image_size, patch_size) = (whole("image_size")?, whole("patch_size")?);
-    const POOL: &str = "projector.scale_factor";
-    let pool = metadata.whole(&full(POOL))?.unwrap_or(DEFAULT_POOL);
-    if image_size > MAX_SIDE || patch_size == 0 || pool == 0 {
-        let problem = format!(
-            "is {image_size}, with patches of {patch_size} and squares of {pool} patches; expected at most \
-             {MAX_SIDE}, and at least 1"
-        );
-        return Err(HeaderError::key(&full("image_size"), problem));
+        return Err(keys.error("image_size", problem));
     }
     let across = image_size / patch_size;
     if !across.is_multiple_of(pool) {
         let problem = format!("is {pool}; expected a divisor of the {across} patches along a side");
-        return Err(HeaderError::key(&full(POOL), problem));
+        return Err(keys.error("projector.scale_factor", problem));
     }
     let vision = json!({
         "hidden_act": "gelu_pytorch_tanh",
         "image_size": image_size,
         "patch_size": patch_size,
-        "hidden_size": whole("embedding_length")?,
-        "intermediate_size": whole("feed_forward_length")?,
-        "num_hidden_layers": whole("block_count")?,
-        "num_attention_heads": whole("attention.head_count")?,
-        "layer_norm_eps": epsilon,
+        "hidden_size": keys.required("embedding_length")?,
+        "intermediate_size": keys.required("feed_forward_length")?,
+        "num_hidden_layers": keys.required("block_count")?,
+        "num_attention_heads": keys.required("attention.head_count")?,
+        "layer_norm_eps": keys.epsilon()?,
     });
     Ok(json!({"vision_config": vision, "mm_tokens_per_image": (across / pool).pow(2)}))
 }
@@ -94,8 +62,7 @@ fn tensor(name: &str, tensors: &GgufTensors) -> Option<String> {
         "v.post_ln" => return Some(format!("vision_tower.post_layernorm.{what}")),
         _ => {}
     }
-    let (layer, part) = part.strip_prefix("v.blk.")?.split_once('.')?;
-    let layer: u32 = layer.parse().ok().filter(|number: &u32| number.to_string() == layer)?;
+    let (layer, part, what) = gguf::tower_layer_part(name)?;
     let part = match part {
         "ln1" => "layer_norm1",
         "ln2" => "layer_norm2",

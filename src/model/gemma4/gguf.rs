@@ -5,7 +5,7 @@
 
 use serde_json::{Value as Json, json};
 
-use super::tensors;
+use super::{mmproj, tensors};
 use crate::checkpoint::gguf::{self, Geometry, GgufArch, GgufTensors, GgufTokens, HeaderError, Keys};
 use crate::model::config::LayerType;
 
@@ -14,7 +14,7 @@ pub(super) static GGUF: GgufArch = GgufArch {
     config,
     layer_tensor: tensors::of_gguf,
     interleaved: &[],
-    tower: None,
+    towers: mmproj::TOWERS,
     tokens: GgufTokens {
         bos: Some(2),
         eos: 1,

@@ -4,6 +4,7 @@
 
 mod config;
 mod gguf;
+mod mmproj;
 mod shapes;
 mod tensors;
 

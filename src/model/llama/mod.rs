@@ -30,7 +30,7 @@ static GGUF: GgufArch = GgufArch {
     config: |keys, tensors| dense::gguf_config("llama", &GGUF.tokens, keys, tensors),
     layer_tensor: |name, what| NAMES.of_gguf(name, what),
     interleaved: &["attn_q", "attn_k"],
-    tower: None,
+    towers: &[],
     tokens: GgufTokens {
         bos: Some(1),
         eos: 2,

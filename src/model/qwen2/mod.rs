@@ -29,7 +29,7 @@ static GGUF: GgufArch = GgufArch {
     config: |keys, tensors| dense::gguf_config("qwen2", &GGUF.tokens, keys, tensors),
     layer_tensor: |name, what| WITH_BIASES.of_gguf(name, what),
     interleaved: &[],
-    tower: None,
+    towers: &[],
     tokens: TOKENS,
 };
 

@@ -31,7 +31,7 @@ static GGUF: GgufArch = GgufArch {
     config: |keys, tensors| dense::gguf_config("qwen3", &GGUF.tokens, keys, tensors),
     layer_tensor: |name, what| WITH_QK_NORMS.of_gguf(name, what),
     interleaved: &[],
-    tower: None,
+    towers: &[],
     tokens: qwen2::TOKENS,
 };
 

@@ -38,7 +38,7 @@ static GGUF: GgufArch = GgufArch {
     },
     layer_tensor: |name, what| NAMES.of_gguf(name, what),
     interleaved: &[],
-    tower: None,
+    towers: &[],
     tokens: qwen2::TOKENS,
 };
 

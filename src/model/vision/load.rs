@@ -27,8 +27,8 @@ pub(in crate::model) struct TowerLoad<'a, 'b> {
     pub uploader: &'a mut Uploader<'b, UploadError>,
     /// How the language model divides its products.
     pub tiles: Tiles,
-    /// As [`crate::checkpoint::Checkpoint::norms_hold_one`]. It is about the norm before the projection only.
-    pub norms_hold_one: bool,
+    /// As [`crate::checkpoint::Checkpoint::has_gguf_layout`].
+    pub has_gguf_layout: bool,
 }
 
 impl TowerLoad<'_, '_> {
@@ -39,7 +39,7 @@ impl TowerLoad<'_, '_> {
         tensors: Vec<Tensor<'_>>,
         read: &mut dyn FnMut(&Tensor<'_>) -> Result<Vec<f32>, E>,
     ) -> Result<Tower, E> {
-        let TowerLoad { device, request, max_batch_tokens, arena, uploader, tiles, norms_hold_one } = self;
+        let TowerLoad { device, request, max_batch_tokens, arena, uploader, tiles, has_gguf_layout } = self;
         let spec = request.spec;
         let buffers = request
             .requests(max_batch_tokens)
@@ -50,7 +50,7 @@ impl TowerLoad<'_, '_> {
         let mut weights = Vec::new();
         for (wanted, tensor) in spec.tensors().iter().zip(&tensors) {
             let values = read(tensor)?;
-            weights.push(load.tensor(wanted, values, (max_batch_tokens, norms_hold_one))?);
+            weights.push(load.tensor(wanted, values, (max_batch_tokens, has_gguf_layout))?);
         }
         let mut weights = Weights { each: weights.into_iter(), eps: spec.norm_eps };
 

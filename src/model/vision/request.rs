@@ -171,7 +171,7 @@ impl<'a> TowerRequest<'a> {
         &self,
         tensor: &VisionTensor,
         values: Vec<f32>,
-        (max_batch_tokens, norms_hold_one): (usize, bool),
+        (max_batch_tokens, has_gguf_layout): (usize, bool),
     ) -> Stored<Vec<f32>> {
         let shape = &tensor.shape;
         let columns: usize = shape[1..].iter().product();
@@ -179,7 +179,7 @@ impl<'a> TowerRequest<'a> {
         let positions = self.most_positions(max_batch_tokens);
         let arranged = match tensor.form {
             Form::Vector | Form::Matrix => vec![values],
-            Form::OnePlus if norms_hold_one => vec![values],
+            Form::OnePlus | Form::OfPixels if has_gguf_layout => vec![values],
             Form::OnePlus => vec![values.into_iter().map(|w| 1.0 + w).collect()],
             Form::Transposed => vec![transposed(&values, shape[0])],
             Form::Heads => vec![padded_heads(&values, columns, self.stored_head(), self.head_dim())],
@@ -203,13 +203,13 @@ impl<'a> TowerRequest<'a> {
             }
             Form::OfPixels => vec![by_channels(&values, self.spec.patch_elements())],
             Form::Rows => vec![with_stride(values.chunks_exact(columns))],
-            Form::Axes => {
-                let halves = values.chunks_exact(values.len() / 2);
-                halves.map(|axis| with_stride(axis.chunks_exact(shape[2]).take(positions))).collect()
-            }
-            Form::InterleavedAxes => {
+            Form::InterleavedAxes if !has_gguf_layout => {
                 let axis = |axis| values.chunks_exact(shape[2]).skip(axis).step_by(2).take(positions);
                 vec![with_stride(axis(0)), with_stride(axis(1))]
+            }
+            Form::Axes | Form::InterleavedAxes => {
+                let halves = values.chunks_exact(values.len() / 2);
+                halves.map(|axis| with_stride(axis.chunks_exact(shape[2]).take(positions))).collect()
             }
         };
         match self.stored(tensor, max_batch_tokens) {

@@ -88,7 +88,7 @@ pub struct Transformer {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Form {
     Vector,
-    /// The factors of a norm, stored as `w` and used as `1 + w`. GGUF files store what is used.
+    /// The factors of a norm, stored as `w` and used as `1 + w`. GGUF files have what is used.
     OnePlus,
     Matrix,
     /// A matrix that the checkpoint has by columns.
@@ -100,13 +100,13 @@ pub(super) enum Form {
     /// The columns of a matrix are those of heads.
     OfHeads,
     /// The columns of a matrix or the elements of a vector are those of patches, pixel by pixel. The kernel that makes
-    /// patches writes them channel by channel.
+    /// patches writes them channel by channel, and so do GGUF files.
     OfPixels,
     /// `[patches, width]`
     Rows,
     /// `[2, positions, width]`: the vectors of columns, and those of rows.
     Axes,
-    /// `[positions, 2, width]`
+    /// `[positions, 2, width]`. GGUF files have [`Form::Axes`].
     InterleavedAxes,
 }
 
@@ -119,6 +119,8 @@ pub struct VisionTensor {
     pub shape: Vec<usize>,
     /// The shape in the words of `config.json`.
     pub shape_in_config: &'static str,
+    /// Both in GGUF files, if they have another one.
+    in_gguf: Option<(Vec<usize>, &'static str)>,
     pub(super) form: Form,
 }
 
@@ -127,6 +129,14 @@ impl VisionTensor {
     pub(in crate::model) fn is_matrix(&self) -> bool {
         let is_added = matches!(self.form, Form::Rows | Form::Axes | Form::InterleavedAxes);
         self.shape.len() > 1 && !is_added
+    }
+
+    /// The shape of the stored tensor, and its words, in a checkpoint with GGUF's layout or without it.
+    pub(in crate::model) fn stored_shape(&self, has_gguf_layout: bool) -> (&[usize], &'static str) {
+        match &self.in_gguf {
+            Some((shape, words)) if has_gguf_layout => (shape, words),
+            _ => (&self.shape, self.shape_in_config),
+        }
     }
 }
 
@@ -370,6 +380,8 @@ impl VisionSpec {
         let heads = layers.num_attention_heads * layers.head_dim;
         let name = "vision_tower.patch_embedder.input_proj.weight";
         list.add(name, &[hidden, self.patch_elements()], "hidden_size, 3 * patch_size^2", Form::OfPixels);
+        let shape = [hidden, 3, self.patch_size, self.patch_size];
+        list.in_gguf(&shape, "hidden_size, 3, patch_size, patch_size");
         let name = "vision_tower.patch_embedder.position_embedding_table";
         list.add(name, &[2, positions, hidden], "2, position_embedding_size, hidden_size", Form::Axes);
         for i in 0..layers.num_hidden_layers {
@@ -413,6 +425,7 @@ impl VisionSpec {
         list.add(named("patch_ln2.bias"), &[hidden], width, Form::Vector);
         let meaning = "mm_posemb_size, 2, mm_embed_dim";
         list.add(named("pos_embedding"), &[positions, 2, hidden], meaning, Form::InterleavedAxes);
+        list.in_gguf(&[2, positions, hidden], "2, mm_posemb_size, mm_embed_dim");
         list.add(named("pos_norm.weight"), &[hidden], width, Form::Vector);
         list.add(named("pos_norm.bias"), &[hidden], width, Form::Vector);
         self.list_projection(list, "text_config.hidden_size, mm_embed_dim");
@@ -447,6 +460,12 @@ struct List(Vec<VisionTensor>);
 
 impl List {
     fn add(&mut self, name: impl Into<String>, shape: &[usize], shape_in_config: &'static str, form: Form) {
-        self.0.push(VisionTensor { name: name.into(), shape: shape.to_vec(), shape_in_config, form });
+        let (name, shape) = (name.into(), shape.to_vec());
+        self.0.push(VisionTensor { name, shape, shape_in_config, in_gguf: None, form });
+    }
+
+    /// Says which shape the last tensor has in GGUF files.
+    fn in_gguf(&mut self, shape: &[usize], words: &'static str) {
+        self.0.last_mut().expect("a tensor").in_gguf = Some((shape.to_vec(), words));
     }
 }
