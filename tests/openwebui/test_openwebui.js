@@ -11,11 +11,15 @@
 
 const { spawnSync } = require("node:child_process");
 const fs = require("node:fs");
+const http = require("node:http");
 const path = require("node:path");
 const { ROOT, SMOLLM2, WAIT_MS, Server, check, emptyFolder, fails, needsTrained, run, same, unicorn, until } = require("../page/drive.js");
 
 const PICTURES = emptyFolder("openwebui");
 const DATA = path.join(ROOT, ".cache/test/openwebui-data");
+const IMAGES = path.join(ROOT, "tests/data/images");
+/** Random weights, so its answers mean nothing. */
+const VISION_MODEL = path.join(ROOT, "tests/data/gemma4-vision/vis4-a");
 const MODEL = "unicorn-demo";
 const HARBOUR = "The harbour had been quiet since the lamps went out along the northern wall. ";
 /** What the model of tests/clients/scripted_model.py answers after the result of its call. */
@@ -55,17 +59,43 @@ const openWebui = () => Server.onFreePort("openwebui", (port) => [process.env.OP
 
 const status = async () => (await fetch(`${engine.url}status`)).json();
 
-/** How many requests for a task, or of that class, the server has taken. */
-async function taken(what) {
-  const text = await (await fetch(`${engine.url}metrics`)).text();
-  const lines = text.split("\n").filter((line) => line.startsWith("unicorn_requests_total{") && line.includes(what));
+/** The sum of a server's metric, of all its labels or of those with `what` in them. */
+async function metric(server, name, what = "") {
+  const text = await (await fetch(`${server.url}metrics`)).text();
+  const lines = text.split("\n").filter((line) => line.startsWith(`${name}{`) && line.includes(what));
   return lines.reduce((sum, line) => sum + Number(line.split(" ").at(-1)), 0);
 }
+
+/** How many requests for a task, or of that class, the server has taken. */
+const taken = (what) => metric(engine, "unicorn_requests_total", what);
 
 const isQuiet = async (server = engine) => {
   const { requests, kv } = await (await fetch(`${server.url}status`)).json();
   return requests.running === 0 && requests.waiting === 0 && kv.full.held === 0 && kv.sliding.held === 0;
 };
+
+/** A server that passes each request on to `server`, and the bodies of those for chats to `heard`. */
+async function relay(server, heard) {
+  const between = http.createServer((request, response) => {
+    const pieces = [];
+    request.on("data", (piece) => pieces.push(piece));
+    request.on("end", () => {
+      const body = Buffer.concat(pieces);
+      if (request.url.endsWith("/chat/completions")) heard(JSON.parse(body));
+      const { method, headers } = request;
+      const onward = http.request(new URL(request.url, server.url), { method, headers }, (answer) => {
+        response.writeHead(answer.statusCode, answer.headers);
+        answer.pipe(response);
+      });
+      onward.on("error", () => response.destroy());
+      response.on("close", () => onward.destroy());
+      onward.end(body);
+    });
+  });
+  await new Promise((resolve) => between.listen(0, "127.0.0.1", resolve));
+  between.url = `http://127.0.0.1:${between.address().port}/`;
+  return between;
+}
 
 /** Asks Open WebUI as its page does: the status, and what came. */
 const api = (method, route, body) => page.evaluate(async ({ method, route, body }) => {
@@ -100,6 +130,13 @@ async function ask(params) {
   await ok("POST", "/api/v1/configs/models", { ...config, DEFAULT_MODEL_PARAMS: { temperature: 0, seed: 7, custom_params: custom } });
 }
 
+/** From now on chats get no title, tags and follow-ups. */
+async function withoutTasks() {
+  const tasks = await ok("GET", "/api/v1/tasks/config");
+  const none = { ENABLE_FOLLOW_UP_GENERATION: false, ENABLE_TAGS_GENERATION: false, ENABLE_TITLE_GENERATION: false };
+  await ok("POST", "/api/v1/tasks/config/update", { ...tasks, ...none });
+}
+
 async function newChat() {
   await page.goto(webui.url);
   await page.waitForSelector("#chat-input");
@@ -120,14 +157,14 @@ async function answered(n) {
   return (await text()).trim();
 }
 
-/** Starts a second server of models, and makes Open WebUI use it too. Returns the name of its model. */
-async function connect(other) {
+/** Starts a second server of models, and makes Open WebUI use it too, at `url`. Returns the name of its model. */
+async function connect(other, url = other.url) {
   other.start();
   await other.ready();
   const [{ id }] = (await (await fetch(`${other.url}v1/models`)).json()).data;
   const config = await ok("GET", "/openai/config");
   await ok("POST", "/openai/config/update", {
-    ...config, OPENAI_API_BASE_URLS: [`${engine.url}v1`, `${other.url}v1`], OPENAI_API_KEYS: ["", ""],
+    ...config, OPENAI_API_BASE_URLS: [`${engine.url}v1`, `${url}v1`], OPENAI_API_KEYS: ["", ""],
     OPENAI_API_CONFIGS: { 0: { enable: true }, 1: { enable: true } },
   });
   return id;
@@ -321,15 +358,90 @@ const tests = {
     }
   },
 
+  async a_model_answers_about_attached_and_pasted_pictures() {
+    const other = await unicorn("openwebui-pictures", "--model", VISION_MODEL);
+    const heard = [];
+    const between = await relay(other, (body) => heard.push(body));
+    try {
+      const id = await connect(other, between.url);
+      await ask({ min_tokens: "24", max_tokens: "24" });
+      await withoutTasks();
+      const file = fs.readFileSync(path.join(IMAGES, "rgb.png")).toString("base64");
+      const size = [200, 150];
+      /** How many images steps needed, and how many of them had been encoded before. */
+      const images = async () => [await metric(other, "unicorn_mm_cache_queries_total"), await metric(other, "unicorn_mm_cache_hits_total")];
+      /** Waits until the one picture there is shown, and returns its size. */
+      const shown = (where) => page.locator(`${where} img`).evaluate((image) => image.decode().then(() => [image.naturalWidth, image.naturalHeight]));
+      /** Sends a text, and compares answer `n` with the server's answer to the same request whose prompt is not cached. Returns `images`. */
+      const asks = async (text, n) => {
+        await type(text);
+        const read = await answered(n);
+        await until(() => isQuiet(other), "all is answered", SLOW_MS);
+        const { content, usage } = (await kept()).filter((message) => message.role === "assistant").at(-1);
+        const after = await images();
+        const body = JSON.stringify({ ...heard.at(-1), stream: false, cache_salt: text });
+        const response = await fetch(`${other.url}v1/chat/completions`, { method: "POST", headers: { "content-type": "application/json" }, body });
+        const direct = await response.json();
+        check(response.status === 200, `directly: ${JSON.stringify(direct)}`);
+        same(direct.usage.prompt_tokens, usage.prompt_n + usage.cache_n, "tokens of the prompt");
+        same(content, direct.choices[0].message.content.trim(), "the answer");
+        // The page renders Markdown, which may remove other characters than letters.
+        const letters = (of) => of.replace(/[^\p{L}]/gu, "");
+        same(letters(read), letters(content), "the answer on the page");
+        console.log(`   ${JSON.stringify([read, usage.prompt_n, usage.cache_n, after])}`);
+        return after;
+      };
+
+      await choose(id);
+      await page.click("#input-menu-button");
+      const [chooser] = await Promise.all([page.waitForEvent("filechooser"), page.getByText("Upload Files").click()]);
+      await chooser.setFiles(path.join(IMAGES, "rgb.png"));
+      same(await shown("#message-input-container"), size, "the picture in the composer");
+      const before = await images();
+      const first = await asks("What is in this picture?", 1);
+      same(heard[0].messages.at(-1).content.at(-1), { type: "image_url", image_url: { url: `data:image/png;base64,${file}` } }, "the picture as it was sent");
+      same([before, first], [[0, 0], [1, 0]], "images that were needed and found");
+      same(await shown(".chat-user"), size, "the picture in the conversation");
+      await picture("picture-attached");
+
+      // The keys and values of the whole image are cached with the first turn.
+      const found = await images();
+      const second = await asks("Which colors does it have?", 2);
+      same(heard[1].messages[0], heard[0].messages[0], "the first message, sent again");
+      same(second, found, "images that were needed and found, after the second turn");
+      await page.reload();
+      same(await shown(".chat-user"), size, "the picture after a reload");
+      await picture("picture-second-turn");
+
+      // Another prompt finds the embeddings of the image. The clipboard writes another file with the same pixels.
+      await choose(id);
+      await page.context().grantPermissions(["clipboard-read", "clipboard-write"]);
+      await page.evaluate(async (url) => {
+        const blob = await (await fetch(url)).blob();
+        await navigator.clipboard.write([new ClipboardItem({ "image/png": blob })]);
+      }, `data:image/png;base64,${file}`);
+      await page.click("#chat-input");
+      await page.keyboard.press("Control+v");
+      same(await shown("#message-input-container"), size, "the pasted picture in the composer");
+      const [queries, hits] = await images();
+      const pasted = await asks("Describe it.", 1);
+      same(pasted, [queries + 1, hits + 1], "images that were needed and found, when it was pasted");
+      same(pasted[0] - pasted[1], 1, "encoded images");
+      same(await shown(".chat-user"), size, "the pasted picture in the conversation");
+      await picture("picture-pasted");
+    } finally {
+      between.close();
+      await other.end("SIGTERM");
+    }
+  },
+
   async a_trained_model_of_a_second_server_holds_a_conversation() {
     const other = await unicorn("openwebui-smollm2", "--model", SMOLLM2, "--context", "2048");
     try {
       const id = await connect(other);
       await ask({ max_tokens: "60" });
       // Follow-ups would take this model minutes on a software GPU, and the page shows "Stop" until they end.
-      const tasks = await ok("GET", "/api/v1/tasks/config");
-      const none = { ENABLE_FOLLOW_UP_GENERATION: false, ENABLE_TAGS_GENERATION: false, ENABLE_TITLE_GENERATION: false };
-      await ok("POST", "/api/v1/tasks/config/update", { ...tasks, ...none });
+      await withoutTasks();
       const models = await ok("GET", "/api/models");
       same(models.data.map((model) => model.id).filter((name) => [MODEL, id].includes(name)).sort(), [MODEL, id].sort(), "models of both");
       await choose(id);
