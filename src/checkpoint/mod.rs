@@ -32,7 +32,7 @@ pub use format::Format;
 pub use gguf::{GgmlTensor, GgmlType};
 pub use layer_values::{Deviation, Expected, LayerValues};
 pub use legacy::LegacyTensor;
-pub use native::{FileWriter, Manifest, NativeTensor, NativeWriter, NewTensor, Synthetic, verify};
+pub use native::{FileWriter, Form, Manifest, NativeTensor, NativeWriter, NewTensor, Synthetic, verify};
 pub use open::Checkpoint;
 pub use packed::PackedMatrix;
 pub use view::{Encoding, Stack, Tensor};

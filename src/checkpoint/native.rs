@@ -1,7 +1,8 @@
 //! Native checkpoints: weights packed in the device's layout, so that loading needs no conversion.
 //!
 //! The folder has a manifest `unicorn.json`, `layer-NNN.safetensors` for each decoder layer, `shared.safetensors` for
-//! the rest, and the configs, tokenizer and template of the source. `docs/formats.md` specifies it.
+//! the rest of the language model, `vision.safetensors` for a vision tower, and the configs, tokenizer and template of
+//! the source. `docs/formats.md` specifies it.
 //!
 //! The manifest is written last, so a folder with a manifest is complete. A conversion that was interrupted, or that
 //! filled the disk, does not load. Refuses a manifest of another format or layout, files whose size is not the
@@ -240,10 +241,11 @@ pub(super) fn entries(
             .filter(|record| record.file == file_name)
             .ok_or_else(|| fail("is not in this file according to the manifest".into()))?;
         let scheme: Scheme = record.scheme.parse().map_err(fail)?;
-        // The matrices of all experts are one tensor `[experts, out, in]`.
-        let (rows, cols) = match record.shape[..] {
-            [rows, cols] => (rows, cols),
-            [experts, rows, cols] => (experts.saturating_mul(rows), cols),
+        // All dimensions but the last are rows. The matrices of all experts are one tensor `[experts, out, in]`.
+        let (rows, cols) = match &record.shape[..] {
+            [first, others @ .., cols] => {
+                (others.iter().fold(*first, |rows, count| rows.saturating_mul(*count)), *cols)
+            }
             _ => return Err(fail(format!("has shape {:?}; expected a matrix", record.shape))),
         };
         // Limits that no real matrix reaches, so that the sizes cannot overflow.
@@ -335,23 +337,36 @@ fn hex(bytes: &[u8]) -> String {
     bytes.iter().map(|b| format!("{b:02x}")).collect()
 }
 
+/// How a tensor is written.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Form {
+    /// The values in a floating-point type.
+    Plain(DType),
+    /// A matrix in a device layout.
+    Packed(Scheme),
+}
+
 /// A tensor that will be written.
 #[derive(Debug, Clone)]
 pub struct NewTensor {
     pub name: String,
     pub shape: Vec<usize>,
-    /// `None` = unpacked f32.
-    pub scheme: Option<Scheme>,
+    pub form: Form,
 }
 
 impl NewTensor {
+    /// Bytes of the tensor in the file.
+    pub fn bytes(&self) -> u64 {
+        self.parts().iter().map(|(.., bytes)| bytes).sum()
+    }
+
     /// (Name, element type, shape, bytes) of each part of the tensor in the file.
-    fn parts(&self) -> Vec<(String, &'static str, Vec<usize>, u64)> {
-        match (self.scheme, &self.shape[..]) {
-            (Some(scheme), &[.., cols]) if self.shape.len() > 1 => {
+    fn parts(&self) -> Vec<(String, DType, Vec<usize>, u64)> {
+        match (self.form, &self.shape[..]) {
+            (Form::Packed(scheme), &[.., cols]) if self.shape.len() > 1 => {
                 let rows = self.shape[..self.shape.len() - 1].iter().product();
                 let plane = |suffix, bytes: u64| {
-                    (format!("{}{suffix}", self.name), "U8", vec![bytes as usize], bytes)
+                    (format!("{}{suffix}", self.name), DType::U8, vec![bytes as usize], bytes)
                 };
                 let mut parts = vec![plane(BLOCKS, scheme.block_bytes(rows, cols))];
                 if scheme.scale_bytes(rows, cols) > 0 {
@@ -359,10 +374,10 @@ impl NewTensor {
                 }
                 parts
             }
-            (Some(_), shape) => panic!("{}: {shape:?} is not a matrix", self.name),
-            (None, shape) => {
-                let bytes = 4 * shape.iter().product::<usize>() as u64;
-                vec![(self.name.clone(), "F32", shape.to_vec(), bytes)]
+            (Form::Packed(_), shape) => panic!("{}: {shape:?} is not a matrix", self.name),
+            (Form::Plain(dtype), shape) => {
+                let bytes = (shape.iter().product::<usize>() * dtype.size()) as u64;
+                vec![(self.name.clone(), dtype, shape.to_vec(), bytes)]
             }
         }
     }
@@ -453,6 +468,7 @@ impl NativeWriter {
         let mut header = serde_json::Map::new();
         let mut end = 0;
         for (part, dtype, shape, bytes) in tensors.iter().flat_map(NewTensor::parts) {
+            let dtype: &str = dtype.into();
             let entry =
                 serde_json::json!({"dtype": dtype, "shape": shape, "data_offsets": [end, end + bytes]});
             header.insert(part, entry);
@@ -492,7 +508,7 @@ impl NativeWriter {
         let _ = rustix::fs::fadvise(&file, 0, None, rustix::fs::Advice::DontNeed);
         fs::rename(self.folder.join(temporary(&name)), &path).map_err(fail)?;
         for tensor in tensors {
-            if let Some(scheme) = tensor.scheme {
+            if let Form::Packed(scheme) = tensor.form {
                 let record =
                     TensorRecord { file: name.clone(), scheme: scheme.to_string(), shape: tensor.shape };
                 self.progress.tensors.insert(tensor.name, record);

@@ -531,7 +531,8 @@ pub enum RoundingMethod {
 
 #[derive(Debug, Args)]
 pub struct Quantize {
-    /// The checkpoint: a folder of safetensors, a GGUF file, or the name of a pulled model
+    /// The checkpoint: a folder of safetensors, a GGUF file, or the name of a pulled model. The values of its vision
+    /// tower are kept
     pub source: String,
     /// Folder to write: new, empty, or written by an earlier run of this command
     pub destination: PathBuf,

@@ -10,7 +10,7 @@ use super::error::Error;
 use super::load;
 use super::progress::Bar;
 use super::terminal::{bytes, print};
-use crate::checkpoint::{self, Manifest};
+use crate::checkpoint::{self, Manifest, Tensor};
 use crate::config::Config;
 use crate::model::spec::{AttentionHeads, Mixture};
 use crate::text::{CallFormat, visible};
@@ -41,6 +41,10 @@ pub fn inspect(options: &Config, args: &args::Inspect) -> Result<(), Error> {
         let sum = by_scheme.entry(tensor.scheme()?.to_string()).or_default();
         *sum = (sum.0 + 1, sum.1 + tensor.num_elements() as u64, sum.2 + tensor.stored_bytes());
     }
+    // Tensors and bytes of the vision tower.
+    let tower = source.tower(&weights).map(|tower| {
+        tower.map(|(_, tensors)| (tensors.len(), tensors.iter().map(Tensor::stored_bytes).sum::<u64>()))
+    });
     let parameters: u64 = by_scheme.values().map(|(_, weights, _)| weights).sum();
     let tool_calls = match load::tokenizer_and_template(&files) {
         Ok(Some((tokenizer, template))) => Some(CallFormat::of(&template, &tokenizer).syntax.name.to_owned()),
@@ -83,6 +87,10 @@ pub fn inspect(options: &Config, args: &args::Inspect) -> Result<(), Error> {
             "vocab_size": config.vocab_size,
             "max_position_embeddings": config.max_position_embeddings,
             "tool_call_parser": tool_calls,
+            "vision_tower": tower.as_ref().ok().and_then(Option::as_ref).map(|(tensors, bytes)| json!({
+                "tensors": tensors,
+                "bytes": bytes,
+            })),
             "skipped_vision_tensors": weights.skipped_vision,
             "defects": weights.defects(),
             "schemes": by_scheme
@@ -153,11 +161,20 @@ pub fn inspect(options: &Config, args: &args::Inspect) -> Result<(), Error> {
             ),
         );
     }
-    if weights.skipped_vision > 0 {
-        line(
-            "vision",
-            format!("{} tensors, {}, not used", weights.skipped_vision, bytes(weights.skipped_bytes)),
-        );
+    let (used, used_bytes) = match tower {
+        Ok(Some((tensors, stored))) => {
+            line("vision tower", format!("{tensors} tensors, {}", bytes(stored)));
+            (tensors, stored)
+        }
+        Ok(None) => (0, 0),
+        Err(why) => {
+            line("vision tower", format!("not used: {why}"));
+            (0, 0)
+        }
+    };
+    let (unused, unused_bytes) = (weights.skipped_vision - used, weights.skipped_bytes - used_bytes);
+    if unused > 0 {
+        line("skipped", format!("{unused} tensors of images and sound, {}", bytes(unused_bytes)));
     }
     for (i, defect) in weights.defects().into_iter().enumerate() {
         line(if i == 0 { "defects" } else { "" }, defect);

@@ -1,7 +1,8 @@
 //! `unicorn quantize`: converts any readable checkpoint to a native one.
 //!
 //! It converts layer by layer, with only a piece of one tensor in memory. After an interruption, the next run continues
-//! where the first one stopped.
+//! where the first one stopped. A vision tower keeps its values: it is small, and a load makes of them what it computes
+//! with.
 
 use std::io::{BufReader, BufWriter, Read, Seek, Write};
 use std::path::{Path, PathBuf};
@@ -16,19 +17,24 @@ use super::eval::{divergence, predict, read_text, text_ids, windows};
 use super::load::{self, Watch};
 use super::progress::Bar;
 use super::terminal::{bytes, print};
-use crate::checkpoint::{Checkpoint, Manifest, ModelFiles, NativeWriter, NewTensor, Tensor};
+use crate::checkpoint::{
+    Checkpoint, CheckpointError, Form, Manifest, ModelFiles, NativeWriter, NewTensor, Tensor,
+};
 use crate::config::Config;
 use crate::device::resident_bytes;
 use crate::model::arch;
 use crate::model::tensors::{Inputs, Role, TensorSpec};
 use crate::model::twin;
+use crate::model::vision::VisionTensor;
 use crate::quantize::{Importance, Loss, Rounding, write_tensor};
-use crate::tensor::{Bits, QuantizeMode, Scheme};
+use crate::tensor::{Bits, DType, QuantizeMode, Scheme, VisionMode};
 
 /// Maximum number of tokens of a text for `--eval`. With a vocabulary of 262,208, their logits take 2 GB of disk.
 const EVAL_TOKENS: usize = 2048;
 /// Maximum number of tokens of a text for `--calibrate`.
 const CALIBRATION_TOKENS: usize = 16384;
+/// The file with the vision tower.
+const VISION_FILE: &str = "vision.safetensors";
 /// Files that are copied if they exist.
 const SMALL_FILES: [&str; 6] = [
     "generation_config.json",
@@ -57,13 +63,21 @@ pub fn quantize(config: &Config, args: &args::Quantize) -> Result<(), Error> {
     if calibration.is_some() || eval.is_some() {
         load::find_device(config)?;
     }
-    let job = json!({
+    let tower = source.tower(&weights).unwrap_or_else(|why| {
+        tracing::warn!("the vision tower is left out, and the written model will refuse images: {why}");
+        None
+    });
+    let mut job = json!({
         "source": files.location(),
         "files": checkpoint.fingerprint(),
         "schemes": Class::ALL.map(|class| args.schemes.of(class).to_string()),
         "rounding": format!("{:?}", args.rounding),
         "calibration": calibration.as_ref().map(|(text, _)| format!("{:x}", Sha256::digest(text))),
     });
+    if tower.is_some() {
+        // An earlier result without the tower is that of another job.
+        job["tower"] = json!(VISION_FILE);
+    }
     let evaluate = || match &eval {
         None => Ok(()),
         Some((text, path)) => {
@@ -95,24 +109,35 @@ pub fn quantize(config: &Config, args: &args::Quantize) -> Result<(), Error> {
         Some((text, path)) => calibrate(config, &files, text, path)?,
         None => Vec::new(),
     };
-    let bar = Bar::bytes("quantizing");
-    bar.set_total(weights.stored_bytes());
-    let mut conversion = Conversion { writer, checkpoint, args, losses: Default::default(), done: 0, bar };
-    let model_config = conversion.copy_small_files(&files)?;
-    let tensors = shape.tensors.as_ref().zip(weights.tensors.as_ref());
-    for (name, tensors) in tensors.files() {
-        let sources = tensors.into_iter().map(|(spec, tensor)| Source {
-            spec,
-            tensor,
-            importance: match (spec.role, spec.layer) {
+    let language_model = shape.tensors.as_ref().zip(weights.tensors.as_ref());
+    let mut contents = Vec::new();
+    for (name, tensors) in language_model.files() {
+        let sources = tensors.into_iter().map(|(spec, tensor)| {
+            let importance = match (spec.role, spec.layer) {
                 (Role::Projection(group), Some(layer)) => moments.get(layer).map(|inputs| Importance {
                     weights: &inputs[group],
                     rows: spec.rows() / spec.matrices(),
                 }),
                 _ => None,
-            },
+            };
+            Source::of_language_model(spec, tensor, &args.schemes, importance)
         });
-        conversion.file(&name, sources.collect())?;
+        contents.push((name, sources.collect::<Result<Vec<_>, _>>()?));
+    }
+    let mut tower_bytes = 0;
+    if let Some((spec, tensors)) = &tower {
+        let specs = spec.tensors();
+        let sources = specs.iter().zip(tensors).map(|(spec, tensor)| Source::of_tower(spec, tensor));
+        let sources = sources.collect::<Result<Vec<_>, _>>()?;
+        tower_bytes = sources.iter().map(|source| source.written().bytes()).sum();
+        contents.push((VISION_FILE.to_owned(), sources));
+    }
+    let bar = Bar::bytes("quantizing");
+    bar.set_total(contents.iter().flat_map(|(_, sources)| sources).map(|s| s.tensor.stored_bytes()).sum());
+    let mut conversion = Conversion { writer, checkpoint, args, losses: Default::default(), done: 0, bar };
+    let model_config = conversion.copy_small_files(&files)?;
+    for (name, sources) in &contents {
+        conversion.file(name, sources)?;
     }
     let Conversion { writer, losses, bar, .. } = conversion;
     drop(bar);
@@ -126,7 +151,7 @@ pub fn quantize(config: &Config, args: &args::Quantize) -> Result<(), Error> {
         "{}: {}, {:.2} bits per weight, in {seconds:.1} s ({:.1} s per billion weights)\n",
         args.destination.display(),
         bytes(written),
-        written as f64 * 8.0 / parameters as f64,
+        (written - tower_bytes) as f64 * 8.0 / parameters as f64,
         seconds / (parameters as f64 / 1e9),
     );
     for (class, loss) in Class::ALL.into_iter().zip(losses) {
@@ -136,6 +161,10 @@ pub fn quantize(config: &Config, args: &args::Quantize) -> Result<(), Error> {
             false => "without loss".into(),
         };
         text.push_str(&format!("  {class:<13} {scheme:<10} {error}\n"));
+    }
+    if tower.is_some() {
+        let (class, scheme) = ("vision tower", Target(None).to_string());
+        text.push_str(&format!("  {class:<13} {scheme:<10} without loss, {}\n", bytes(tower_bytes)));
     }
     if let Some(mixture) = shape.mixture.filter(|_| calibration.is_some()) {
         let (without, all) = experts_without_samples(&moments, mixture.experts.count);
@@ -201,10 +230,11 @@ fn experts_without_samples(moments: &[Inputs<Vec<f32>>], count: usize) -> (usize
     })
 }
 
-/// A copy of the configuration that loads a checkpoint without quantizing it.
+/// A copy of the configuration that loads a checkpoint for texts, without quantizing it.
 fn as_stored(config: &Config) -> Config {
     let mut config = config.clone();
     config.model.quantize = QuantizeMode::None;
+    config.model.vision = VisionMode::Off;
     config
 }
 
@@ -265,10 +295,47 @@ fn compare(
 
 /// A tensor to convert.
 struct Source<'a> {
-    spec: &'a TensorSpec,
+    /// Its name in the written file.
+    name: String,
     tensor: &'a Tensor<'a>,
+    form: Form,
+    /// The class of the matrices to which its loss is added.
+    class: Option<Class>,
     /// `None` = the errors of all columns count the same.
     importance: Option<Importance<'a>>,
+}
+
+impl<'a> Source<'a> {
+    fn of_language_model(
+        spec: &TensorSpec,
+        tensor: &'a Tensor<'a>,
+        schemes: &args::Schemes,
+        importance: Option<Importance<'a>>,
+    ) -> Result<Source<'a>, CheckpointError> {
+        let class = Class::of(spec);
+        let form = match class.map(|class| schemes.of(class)) {
+            None => Form::Plain(DType::F32),
+            Some(Target(Some(scheme))) => Form::Packed(scheme),
+            Some(Target(None)) => Form::Packed(tensor.scheme()?),
+        };
+        Ok(Source { name: spec.full_name(), tensor, form, class, importance })
+    }
+
+    /// A tensor of the vision tower, whose values are kept.
+    fn of_tower(spec: &VisionTensor, tensor: &'a Tensor<'a>) -> Result<Source<'a>, CheckpointError> {
+        let scheme = tensor.scheme()?;
+        let form = match scheme.dtype() {
+            Some(dtype) => Form::Plain(dtype),
+            None if tensor.shape.len() > 1 => Form::Packed(scheme),
+            None => Form::Plain(DType::F32),
+        };
+        Ok(Source { name: format!("model.{}", spec.name), tensor, form, class: None, importance: None })
+    }
+
+    /// The tensor in the written file.
+    fn written(&self) -> NewTensor {
+        NewTensor { name: self.name.clone(), shape: self.tensor.shape.to_vec(), form: self.form }
+    }
 }
 
 struct Conversion<'a> {
@@ -300,7 +367,7 @@ impl Conversion<'_> {
     }
 
     /// Writes one file, or keeps the file that an earlier run has finished.
-    fn file(&mut self, name: &str, sources: Vec<Source>) -> Result<(), Error> {
+    fn file(&mut self, name: &str, sources: &[Source]) -> Result<(), Error> {
         if let Some(note) = self.writer.finished(name) {
             let losses: [(f64, f64); 3] = serde_json::from_value(note.clone()).map_err(|e| {
                 Error::Argument(format!("{name}: cannot read the notes of the earlier run: {e}"))
@@ -313,27 +380,21 @@ impl Conversion<'_> {
             self.bar.skip(finished);
             return Ok(());
         }
-        let schemes = sources.iter().map(|s| self.scheme(s)).collect::<Result<Vec<_>, _>>()?;
-        let tensors = sources.iter().zip(&schemes).map(|(source, scheme)| NewTensor {
-            name: source.spec.full_name(),
-            shape: source.tensor.shape.to_vec(),
-            scheme: *scheme,
-        });
-        let mut writer = self.writer.create(name, tensors.collect())?;
+        let mut writer = self.writer.create(name, sources.iter().map(Source::written).collect())?;
         let mut losses = [Loss::default(); 3];
-        for (source, scheme) in sources.iter().zip(schemes) {
+        for source in sources {
             let (done, row_bytes) = (self.done, source.tensor.stored_bytes() / source.tensor.rows() as u64);
-            let rounding = match (self.args.rounding, scheme) {
+            let rounding = match (self.args.rounding, source.form) {
                 // Only int4 benefits from a search; int8 rows are rounded to nearest.
-                (RoundingMethod::Search, Some(Scheme::Int { bits: Bits::Four, .. })) => {
+                (RoundingMethod::Search, Form::Packed(Scheme::Int { bits: Bits::Four, .. })) => {
                     Rounding::Search { importance: source.importance }
                 }
                 _ => Rounding::Nearest,
             };
-            let loss = write_tensor(&mut writer, source.tensor, scheme, rounding, &mut |rows| {
+            let loss = write_tensor(&mut writer, source.tensor, source.form, rounding, &mut |rows| {
                 self.bar.set(done + rows as u64 * row_bytes);
             })?;
-            if let Some(class) = Class::of(source.spec) {
+            if let Some(class) = source.class {
                 losses[class as usize] = losses[class as usize] + loss;
             }
             self.done += source.tensor.stored_bytes();
@@ -345,13 +406,5 @@ impl Conversion<'_> {
             *sum = *sum + loss;
         }
         Ok(())
-    }
-
-    fn scheme(&self, source: &Source) -> Result<Option<Scheme>, Error> {
-        Ok(match Class::of(source.spec).map(|class| self.args.schemes.of(class)) {
-            None => None,
-            Some(Target(Some(scheme))) => Some(scheme),
-            Some(Target(None)) => Some(source.tensor.scheme()?),
-        })
     }
 }

@@ -51,6 +51,7 @@ pub struct Pulled {
     /// The name that `--model` takes.
     pub name: ModelName,
     pub format: Format,
+    /// Bytes of its files. A vision tower counts for each GGUF file that it belongs to.
     pub bytes: u64,
     /// The folder of the snapshot, or the GGUF file.
     pub path: PathBuf,
@@ -179,9 +180,16 @@ impl Cache {
                     false => Some(named.first().map_or(commit.clone(), |r| (*r).clone())),
                 };
                 let name = ModelName { repo: repo.clone(), revision, file: None };
-                let ggufs = select::ggufs(&present(&entries));
+                let files = present(&entries);
+                let ggufs: Vec<_> = select::ggufs(&files)
+                    .into_iter()
+                    .map(|gguf| (select::tower(&gguf.path, &files), gguf))
+                    .collect();
+                let towers: BTreeSet<usize> = ggufs.iter().filter_map(|(tower, _)| *tower).collect();
+                let size = |file: usize| files[file].1.unwrap_or(0);
+                let of_ggufs = ggufs.iter().flat_map(|(_, gguf)| &gguf.parts).chain(&towers);
                 let all_bytes = entries.iter().map(|e| e.bytes).sum::<u64>();
-                let other_bytes = all_bytes - ggufs.iter().filter_map(|g| g.size).sum::<u64>();
+                let other_bytes = all_bytes - of_ggufs.map(|file| size(*file)).sum::<u64>();
                 let format = state(&entries);
                 if format == Format::Safetensors || format == Format::Other && !named.is_empty() {
                     let (name, path) = (name.clone(), snapshot.clone());
@@ -190,10 +198,10 @@ impl Cache {
                     begun = true;
                     begun_bytes += other_bytes;
                 }
-                all.extend(ggufs.into_iter().map(|gguf| Pulled {
+                all.extend(ggufs.into_iter().map(|(tower, gguf)| Pulled {
                     name: name.with_file(&gguf.path),
                     format: Format::Gguf,
-                    bytes: gguf.size.unwrap_or(0),
+                    bytes: gguf.parts.iter().chain(&tower).map(|file| size(*file)).sum(),
                     path: snapshot.join(gguf.path),
                 }));
             }

@@ -68,7 +68,7 @@ pub(super) fn removed(name: &ModelName, files: &[Entry]) -> Result<Vec<usize>, H
 }
 
 /// The vision tower of a GGUF file: it is in the same folder.
-fn tower(model: &str, files: &[Entry]) -> Option<usize> {
+pub(super) fn tower(model: &str, files: &[Entry]) -> Option<usize> {
     let beside =
         files.iter().map(|(path, _)| path.as_str()).filter(|path| folder_of(path) == folder_of(model));
     let chosen = file::tower_of(file_name(model), beside.map(file_name))?;

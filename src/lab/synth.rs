@@ -12,7 +12,7 @@ use rayon::prelude::*;
 use serde_json::json;
 
 use super::args;
-use crate::checkpoint::{FileWriter, NativeWriter, NewTensor, Synthetic};
+use crate::checkpoint::{FileWriter, Form, NativeWriter, NewTensor, Synthetic};
 use crate::cli::args::{Class, Schemes, Target};
 use crate::cli::error::Error;
 use crate::cli::load;
@@ -20,7 +20,7 @@ use crate::cli::progress::Bar;
 use crate::cli::terminal::{bytes, print};
 use crate::model::spec::{ModelSpec, NormWeight};
 use crate::model::tensors::{Role, TensorSpec};
-use crate::tensor::{Bits, Scheme, TILE_ROWS};
+use crate::tensor::{Bits, DType, Scheme, TILE_ROWS};
 
 /// Tiles of a piece that one core fills, and pieces made at once.
 const PIECE_TILES: usize = 16;
@@ -45,9 +45,7 @@ pub fn synth(args: &args::Synth) -> Result<(), Error> {
 
     let files = files(&config, &args.schemes);
     let bar = Bar::bytes("writing");
-    bar.set_total(
-        files.iter().flat_map(|(_, tensors)| tensors).map(|(tensor, _)| stored_bytes(tensor)).sum(),
-    );
+    bar.set_total(files.iter().flat_map(|(_, tensors)| tensors).map(|(tensor, _)| tensor.bytes()).sum());
     let (mut done, mut index) = (0, 0u64);
     for (name, tensors) in files {
         let finished = writer.finished(&name).is_some();
@@ -60,9 +58,9 @@ pub fn synth(args: &args::Synth) -> Result<(), Error> {
                 put(file, tensor, *element, args.seed, index, &mut |n| bar.set(done + n))?;
             }
             index += 1;
-            done += stored_bytes(tensor);
+            done += tensor.bytes();
             match finished {
-                true => bar.skip(stored_bytes(tensor)),
+                true => bar.skip(tensor.bytes()),
                 false => bar.set(done),
             }
         }
@@ -85,29 +83,19 @@ pub fn synth(args: &args::Synth) -> Result<(), Error> {
 /// The files of a checkpoint, each with its tensors, and the elements of those that are not random: norms and biases.
 fn files(config: &ModelSpec, schemes: &Schemes) -> Vec<(String, Vec<(NewTensor, f32)>)> {
     let tensor = |spec: &TensorSpec| {
-        let scheme = Class::of(spec).map(|class| {
-            let Target(scheme) = schemes.of(class);
-            scheme.unwrap_or(Scheme::Bf16)
-        });
+        let form = match Class::of(spec).map(|class| schemes.of(class)) {
+            None => Form::Plain(DType::F32),
+            Some(Target(scheme)) => Form::Packed(scheme.unwrap_or(Scheme::Bf16)),
+        };
         let is_factor = match spec.role {
             Role::Norm => config.norm_weight == NormWeight::AsStored,
             role => role == Role::Factors,
         };
         let element = if is_factor { 1.0 } else { 0.0 };
-        (NewTensor { name: spec.full_name(), shape: spec.shape.clone(), scheme }, element)
+        (NewTensor { name: spec.full_name(), shape: spec.shape.clone(), form }, element)
     };
     let files = config.tensors.files().into_iter();
     files.map(|(name, specs)| (name, specs.into_iter().map(tensor).collect())).collect()
-}
-
-fn stored_bytes(tensor: &NewTensor) -> u64 {
-    let elements: usize = tensor.shape.iter().product();
-    match (tensor.scheme, tensor.shape.last()) {
-        (Some(scheme), Some(&cols)) => {
-            scheme.block_bytes(elements / cols, cols) + scheme.scale_bytes(elements / cols, cols)
-        }
-        _ => 4 * elements as u64,
-    }
 }
 
 fn put(
@@ -118,8 +106,8 @@ fn put(
     index: u64,
     each: &mut dyn FnMut(u64),
 ) -> Result<(), Error> {
-    let (Some(scheme), &[rows, cols]) = (tensor.scheme, &tensor.shape[..]) else {
-        let count = stored_bytes(tensor) as usize / size_of::<f32>();
+    let (Form::Packed(scheme), &[rows, cols]) = (tensor.form, &tensor.shape[..]) else {
+        let count = tensor.bytes() as usize / size_of::<f32>();
         return Ok(file.put(&element.to_le_bytes().repeat(count))?);
     };
     let (tiles, tile_bytes) = (rows.div_ceil(TILE_ROWS), scheme.tile_bytes(cols));

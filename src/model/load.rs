@@ -206,7 +206,7 @@ impl ModelRunner {
             }
         };
         let used_before = device.memory_use();
-        let (tower, missing) = source.tower(weights, options, draft.is_some())?;
+        let (tower, missing) = source.tower_to_load(weights, options, draft.is_some())?;
         if let Some(why) = missing {
             tracing::warn!("the model is loaded without its vision tower, and refuses images: {why}");
         }
@@ -439,9 +439,20 @@ impl<'a> Source<'a> {
         }
     }
 
+    /// The tower that reads images, and its tensors. `None` if the model reads text only. The error says why the tower
+    /// cannot be used.
+    pub fn tower<'w>(&self, weights: &Weights<'w>) -> Result<Option<FoundTower<'_, 'w>>, String> {
+        let Some(spec) = self.config.vision.as_ref().map_err(Clone::clone)? else { return Ok(None) };
+        match weights.vision(&self.checkpoint, spec) {
+            Err(error) => Err(error.to_string()),
+            Ok(None) => Err("the checkpoint lacks the vision tower that config.json describes".into()),
+            Ok(Some(tensors)) => Ok(Some((spec, tensors))),
+        }
+    }
+
     /// The tower to load, and its tensors. If there is none, the reason, unless the model reads text only or no tower is
     /// wanted. A tower that cannot be used is no reason to refuse texts, unless the user asks for it.
-    fn tower<'w>(
+    fn tower_to_load<'w>(
         &self,
         weights: &Weights<'w>,
         options: &LoadOptions,
@@ -452,20 +463,17 @@ impl<'a> Source<'a> {
             VisionMode::On => Err(LoadError::Option(format!("{}: {why}", self.files.location()))),
             _ => Ok((None, Some(why.to_owned()))),
         };
-        let spec = match &self.config.vision {
-            _ if options.vision == VisionMode::Off => return Ok((None, None)),
-            Ok(Some(spec)) => spec,
-            Ok(None) if options.vision == VisionMode::Auto => return Ok((None, None)),
-            Ok(None) => return missing(TEXT_ONLY),
-            Err(problem) => return missing(problem),
-        };
-        if has_draft {
-            return missing("a model with a draft model takes no images: use --vision off, or no --draft");
+        if options.vision == VisionMode::Off {
+            return Ok((None, None));
         }
-        match weights.vision(&self.checkpoint, spec) {
-            Err(error) => missing(&error.to_string()),
-            Ok(None) => missing("the checkpoint lacks the vision tower that config.json describes"),
-            Ok(Some(tensors)) => Ok((Some((spec, tensors)), None)),
+        match self.tower(weights) {
+            Ok(None) if options.vision == VisionMode::Auto => Ok((None, None)),
+            Ok(None) => missing(TEXT_ONLY),
+            Ok(Some(_)) if has_draft => {
+                missing("a model with a draft model takes no images: use --vision off, or no --draft")
+            }
+            Ok(tower) => Ok((tower, None)),
+            Err(problem) => missing(&problem),
         }
     }
 
@@ -477,7 +485,7 @@ impl<'a> Source<'a> {
         has_draft: bool,
     ) -> Result<Option<Scheme>, LoadError> {
         let options = LoadOptions { vision: mode, precision, ..LoadOptions::default() };
-        let (tower, _) = self.tower(&self.weights()?, &options, has_draft)?;
+        let (tower, _) = self.tower_to_load(&self.weights()?, &options, has_draft)?;
         Ok(tower.map(|found| TowerRequest::scheme_of(precision, is_bf16(&found))))
     }
 
@@ -508,7 +516,7 @@ impl<'a> Source<'a> {
 }
 
 /// A tower of a checkpoint, and its tensors.
-type FoundTower<'s, 'w> = (&'s VisionSpec, Vec<Tensor<'w>>);
+pub type FoundTower<'s, 'w> = (&'s VisionSpec, Vec<Tensor<'w>>);
 
 /// Whether all matrices of a tower are bf16.
 fn is_bf16((spec, tensors): &FoundTower<'_, '_>) -> bool {

@@ -16,16 +16,17 @@ use std::ops::Range;
 use half::f16;
 use rayon::prelude::*;
 
-use crate::checkpoint::{CheckpointError, FileWriter, Tensor};
+use crate::checkpoint::{CheckpointError, FileWriter, Form, Tensor};
 use crate::tensor::{
-    Bits, QuantizedRow, Scales, Scheme, TILE_ROWS, clear_tiles, pack_plain_row, pack_row, unpack_plain_row,
+    Bits, DType, QuantizedRow, Scales, Scheme, TILE_ROWS, clear_tiles, pack_plain_row, pack_row,
+    unpack_plain_row,
 };
 
 mod search;
 
 pub use search::quantize_row_searching;
 
-/// Bytes that are packed in one call, which gives each core several tiles.
+/// Bytes that are written or packed in one call, which gives each core several tiles.
 const PIECE_BYTES: usize = 16 << 20;
 
 /// Why a row cannot be quantized.
@@ -195,21 +196,33 @@ pub fn pack_tiles(
     Ok(losses.into_iter().fold(Loss::default(), std::ops::Add::add))
 }
 
-/// Writes a tensor to a native file: its blocks and scales, or unpacked f32 values if `scheme` is `None`. `each` is
-/// called with the number of rows that are done. Holds one piece of the blocks and all scales in memory.
+/// Writes a tensor to a native file: its blocks and scales, or its values. `each` is called with the number of rows that
+/// are done. Holds one piece of the blocks or values and all scales in memory. Panics if plain values are to have another
+/// type than the tensor's and f32.
 pub fn write_tensor(
     writer: &mut FileWriter,
     tensor: &Tensor,
-    scheme: Option<Scheme>,
+    form: Form,
     rounding: Rounding,
     each: &mut dyn FnMut(usize),
 ) -> Result<Loss, CheckpointError> {
     let (rows, cols) = (tensor.rows(), tensor.cols());
-    let Some(scheme) = scheme else {
-        let bytes: Vec<u8> = tensor.to_f32()?.iter().flat_map(|v| v.to_le_bytes()).collect();
-        writer.put(&bytes)?;
-        each(rows);
-        return Ok(Loss::default());
+    let scheme = match form {
+        Form::Packed(scheme) => scheme,
+        Form::Plain(dtype) => {
+            let is_exact = dtype == DType::F32 || Some(dtype) == tensor.scheme()?.dtype();
+            assert!(is_exact, "{} has other values in {dtype:?}", tensor.name);
+            let piece = (PIECE_BYTES / (4 * cols)).max(1);
+            for first in (0..rows).step_by(piece) {
+                let range = first..rows.min(first + piece);
+                let values = tensor.rows_f32(range.clone())?;
+                let mut bytes = vec![0; values.len() * dtype.size()];
+                dtype.write(&values, &mut bytes);
+                writer.put(&bytes)?;
+                each(range.end);
+            }
+            return Ok(Loss::default());
+        }
     };
     let (tile_bytes, scale_bytes) = (scheme.tile_bytes(cols), scheme.tile_scale_bytes(cols));
     let tiles = rows.div_ceil(TILE_ROWS);

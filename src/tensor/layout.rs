@@ -160,6 +160,16 @@ impl Scheme {
         }
     }
 
+    /// The element type of a floating-point scheme; `None` for integers.
+    pub const fn dtype(self) -> Option<DType> {
+        match self {
+            Scheme::F32 => Some(DType::F32),
+            Scheme::F16 => Some(DType::F16),
+            Scheme::Bf16 => Some(DType::BF16),
+            Scheme::Int8Row | Scheme::Int { .. } => None,
+        }
+    }
+
     /// The number that is added to an integer before it is stored.
     const fn bias(self) -> i8 {
         match self {
@@ -478,20 +488,10 @@ fn check_sizes(scheme: Scheme, row: &QuantizedRow, lane: usize, blocks: &[u8], s
 /// one.
 pub fn pack_plain_row(scheme: Scheme, row: &[f32], lane: usize, blocks: &mut [u8]) {
     assert!(lane < TILE_ROWS && blocks.len() == scheme.tile_bytes(row.len()));
+    let dtype = scheme.dtype().unwrap_or_else(|| panic!("{scheme} packs quantized rows"));
     for (b, row) in row.chunks(scheme.block_weights()).enumerate() {
-        let block = &mut blocks[(b * TILE_ROWS + lane) * BLOCK_BYTES..][..BLOCK_BYTES];
-        match scheme {
-            Scheme::F32 => row.iter().zip(block.chunks_exact_mut(4)).for_each(|(w, to)| {
-                to.copy_from_slice(&w.to_le_bytes());
-            }),
-            Scheme::F16 => row.iter().zip(block.chunks_exact_mut(2)).for_each(|(w, to)| {
-                to.copy_from_slice(&f16::from_f32(*w).to_le_bytes());
-            }),
-            Scheme::Bf16 => row.iter().zip(block.chunks_exact_mut(2)).for_each(|(w, to)| {
-                to.copy_from_slice(&half::bf16::from_f32(*w).to_le_bytes());
-            }),
-            Scheme::Int8Row | Scheme::Int { .. } => panic!("{scheme} packs quantized rows"),
-        }
+        let block = &mut blocks[(b * TILE_ROWS + lane) * BLOCK_BYTES..][..row.len() * dtype.size()];
+        dtype.write(row, block);
     }
 }
 

@@ -26,6 +26,28 @@ fn part(image: &str) -> Value {
     json!({"type": "image_url", "image_url": {"url": format!("data:image/png;base64,{}", file(image))}})
 }
 
+/// The facts about a prompt of a golden file.
+fn golden_prompt(model: &str, prompt: &str) -> Value {
+    let facts = std::fs::read(folder_of(model).join("goldens.json")).expect("facts");
+    let mut facts: Value = serde_json::from_slice(&facts).expect("JSON");
+    facts["prompts"][prompt].take()
+}
+
+/// A request with a prompt of a golden file. `detail` bounds the tokens of its images, if the model lets a request do that.
+fn golden_request(model: &str, prompt: &str, detail: &str, tokens: usize) -> Value {
+    let mut messages = golden_prompt(model, prompt)["messages"].take();
+    for message in messages.as_array_mut().expect("messages") {
+        for content in message["content"].as_array_mut().expect("parts") {
+            if content["type"] == "image" {
+                let mut image = part(content["image"].as_str().expect("a name"));
+                image["image_url"]["detail"] = detail.into();
+                *content = image;
+            }
+        }
+    }
+    json!({"messages": messages, "max_tokens": tokens, "temperature": 0, "ignore_eos": true})
+}
+
 fn post(server: &Daemon, path: &str, body: &Value) -> (u16, Value) {
     let (status, answer) = server.exchange("POST", path, &[], &body.to_string());
     (status, serde_json::from_str(&answer).unwrap_or_else(|error| panic!("{error}: {answer}")))
@@ -143,33 +165,26 @@ fn gemma_4_answers_about_pictures_as_transformers_does() {
     let gguf = ["vis4-a", "vis4-c"].map(|model| (model, in_gguf(model)));
     for (model, path) in safetensors.into_iter().chain(gguf) {
         let (expected, tokens) = golden_text(model, "adjacent", &path);
-        let facts = std::fs::read(folder_of(model).join("goldens.json")).expect("facts");
-        let facts: Value = serde_json::from_slice(&facts).expect("JSON");
-        let prompt = &facts["prompts"]["adjacent"];
+        let prompt = golden_prompt(model, "adjacent");
         assert_eq!(prompt["images"], json!(["wide", "tall"]));
-        let words = &prompt["messages"][0]["content"][2]["text"];
         let options = [&EXACT[..], &["--max-image-tokens", "280"]].concat();
         let server = Daemon::start_model(&path, &options, |_| {});
-        let model = path.display();
+        let name = path.display();
         let ask = |detail: &str, more: Value| {
-            let mut parts = [part("wide"), part("tall"), json!({"type": "text", "text": words})];
-            parts[..2].iter_mut().for_each(|part| part["image_url"]["detail"] = detail.into());
-            let mut body = json!({
-                "messages": [{"role": "user", "content": parts}], "max_tokens": tokens, "temperature": 0, "ignore_eos": true
-            });
+            let mut body = golden_request(model, "adjacent", detail, tokens);
             body.as_object_mut().expect("an object").extend(more.as_object().expect("fields").clone());
             let (status, answer) = post(&server, "/v1/chat/completions", &body);
-            assert_eq!(status, 200, "{model}: {answer}");
+            assert_eq!(status, 200, "{name}: {answer}");
             let prompt_tokens = answer["usage"]["prompt_tokens"].as_u64().expect("a number") as usize;
             (answer["choices"][0]["message"]["content"].as_str().expect("a text").to_owned(), prompt_tokens)
         };
         let of_golden = (expected, prompt["tokens"].as_array().expect("ids").len());
-        assert_eq!(ask("low", json!({})), of_golden, "{model}");
-        assert_eq!(ask("high", json!({"image_tokens": 70})), of_golden, "{model}");
+        assert_eq!(ask("low", json!({})), of_golden, "{name}");
+        assert_eq!(ask("high", json!({"image_tokens": 70})), of_golden, "{name}");
         // 256 tokens instead of 64, and 276 at most instead of 44.
         let (_, longer) = ask("high", json!({}));
-        assert!((of_golden.1 + 300..of_golden.1 + 430).contains(&longer), "{model}: {longer} tokens");
-        assert_eq!(ask("low", json!({})), of_golden, "{model}, cached");
+        assert!((of_golden.1 + 300..of_golden.1 + 430).contains(&longer), "{name}: {longer} tokens");
+        assert_eq!(ask("low", json!({})), of_golden, "{name}, cached");
     }
 }
 
@@ -201,12 +216,7 @@ fn a_gguf_file_with_its_tower_answers_about_pictures() {
     let model = folder.join("vis-a-text-BF16.gguf");
     let (expected, tokens) = golden_text("vis-a", "adjacent", &model);
     assert_eq!(tokens, 24);
-    let body = json!({
-        "messages": [{"role": "user", "content": [
-            part("exact"), part("checker"), {"type": "text", "text": "next last command type move"}
-        ]}],
-        "max_tokens": tokens, "temperature": 0, "ignore_eos": true
-    });
+    let body = golden_request("vis-a", "adjacent", "low", tokens);
     let server = Daemon::start_model(&model, &EXACT, |_| {});
     let (status, answer) = post(&server, "/v1/chat/completions", &body);
     assert_eq!((status, &answer["choices"][0]["message"]["content"]), (200, &json!(expected)), "{answer}");
@@ -221,6 +231,35 @@ fn a_gguf_file_with_its_tower_answers_about_pictures() {
     let (status, answer) = post(&server, "/v1/chat/completions", &body);
     let message = answer["error"]["message"].as_str().expect("a text");
     assert!(status == 400 && message.contains("reads text only"), "{answer}");
+}
+
+/// The conversion keeps the tower and the values, so the answer is that of transformers.
+#[test]
+fn a_native_checkpoint_answers_about_pictures_as_its_source() {
+    for model in ["vis-a", "vis4-a"] {
+        let (expected, tokens) = golden_answer(model, "adjacent");
+        let folder = tempfile::tempdir().expect("a folder");
+        let native = folder.path().join("native");
+        let [source, destination] =
+            [&folder_of(model), &native].map(|path| path.to_str().expect("UTF-8").to_owned());
+        let report = printed(unicorn_on_software(&["quantize", &source, &destination, "--scheme", "keep"]));
+        assert!(report.contains("vision tower"), "{report}");
+        let plans = [&source, &destination].map(|model| {
+            let plan = printed(unicorn_on_software(&["plan", model, "--allow-software-vulkan"]));
+            plan.lines().find(|line| line.starts_with("vision weights")).map(str::to_owned)
+        });
+        assert!(plans[0].is_some() && plans[0] == plans[1], "{model}: {plans:?}");
+        let body = golden_request(model, "adjacent", "low", tokens);
+        let server = Daemon::start_model(&native, &EXACT, |_| {});
+        let (status, answer) = post(&server, "/v1/chat/completions", &body);
+        let text = &answer["choices"][0]["message"]["content"];
+        assert_eq!((status, text), (200, &json!(expected)), "{model}: {answer}");
+        drop(server);
+        let server = Daemon::start_model(&native, &["--vision", "off"], |_| {});
+        let (status, answer) = post(&server, "/v1/chat/completions", &body);
+        let message = answer["error"]["message"].as_str().expect("a text");
+        assert!(status == 400 && message.contains("reads text only"), "{model}: {answer}");
+    }
 }
 
 /// Int8 activations and an int8 tower: the default.

@@ -287,6 +287,8 @@ fn a_gguf_file_is_pulled_and_removed_with_its_vision_tower() {
     let (_folder, cache) = temporary();
     let paths = ["Q4_0", "Q8_0"].map(|tag| hub.pull(&cache, &format!("org/tiny:{tag}")).expect("pulled"));
     let snapshot = paths[0].parent().expect("a folder");
+    let sizes: Vec<u64> = listed(&cache).into_iter().map(|(_, _, bytes)| bytes).collect();
+    assert_eq!(sizes, [4 + 8, 8 + 8], "each file with its tower");
     for (file, left, freed) in [("Q4_0", &["mmproj-F16.gguf", "tiny-Q8_0.gguf"][..], 4), ("Q8_0", &[], 16)] {
         let removal = cache.removal(&name(&format!("org/tiny:{file}"))).expect("valid").expect("something");
         assert_eq!(removal.bytes, freed, "{file}");

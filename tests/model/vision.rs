@@ -6,18 +6,19 @@ use std::time::Duration;
 
 use serde_json::Value;
 use sha2::{Digest, Sha256};
-use unicorn::checkpoint::Checkpoint;
+use unicorn::checkpoint::{Checkpoint, Encoding};
 use unicorn::image::{Filter, Limits, Rgb, decode};
 use unicorn::model::arch::{self, open_files};
-use unicorn::model::load::LoadOptions;
+use unicorn::model::load::{LoadOptions, Source};
 use unicorn::model::model_runner::ModelRunner;
 use unicorn::model::vision::TowerRequest;
 use unicorn::model::weights::Weights;
 use unicorn::model::{ImageBudget, ImageSizes, ImageSpan, Runner};
-use unicorn::tensor::{KvDtype, Precision, Scheme, VisionMode};
+use unicorn::tensor::{KvDtype, Precision, QuantizeMode, Scheme, VisionMode};
 
 use crate::support::data;
 use crate::support::goldens::{Goldens, load, load_files, max_difference, rows_at};
+use crate::support::program::{assert_error, output, printed, printed_json, unicorn};
 
 const ALL: [&str; 5] = [
     "gemma3-vision/vis-a",
@@ -97,13 +98,18 @@ impl Case {
         self.facts["prompts"].as_object().unwrap().keys().map(String::as_str).collect()
     }
 
+    /// The names of a prompt's images.
+    fn images_of(&self, prompt: &str) -> Vec<&str> {
+        let names = self.facts["prompts"][prompt]["images"].as_array().unwrap();
+        names.iter().map(|name| name.as_str().unwrap()).collect()
+    }
+
     /// The tokens of a prompt, and its images in the slots from 0 on, which are encoded.
     fn encode(&self, model: &mut ModelRunner, prompt: &str) -> (Vec<u32>, Vec<ImageSpan>) {
-        let of = &self.facts["prompts"][prompt];
-        let spans = of["image_spans"].as_array().unwrap();
+        let spans = self.facts["prompts"][prompt]["image_spans"].as_array().unwrap();
         let mut images = Vec::new();
-        for ((slot, name), span) in (0..).zip(of["images"].as_array().unwrap()).zip(spans) {
-            self.encode_image(model, slot, name.as_str().unwrap());
+        for ((slot, name), span) in (0..).zip(self.images_of(prompt)).zip(spans) {
+            self.encode_image(model, slot, name);
             let [start, tokens] = [0, 1].map(|i| span[i].as_u64().unwrap() as usize);
             images.push(ImageSpan { start, tokens, slot, row: 0 });
         }
@@ -454,13 +460,24 @@ fn towers_of_old_converters_and_of_other_types_are_read() {
     assert_eq!(old.len(), original.len());
     assert!(model_off(&old) < 1e-3);
 
-    // The projection as Q8_0.
-    let mut rounded = original.clone();
+    let off = model_off(&with_rounded_projection(&original));
+    println!("Q8_0: {off:.1e}");
+    assert!((1e-3..0.2).contains(&off), "{off}");
+}
+
+/// The places in [`TOWER_FILE`] of the type of its projection, and of the values.
+fn projection_places(bytes: &[u8]) -> (usize, usize) {
     let name = text("mm.input_projection.weight");
-    let info = only(&original, &name) + name.len();
-    let offset = u64::from_le_bytes(original[info + 24..info + 32].try_into().unwrap()) as usize;
-    let data = header_end(&original).next_multiple_of(32) + offset;
-    rounded[info + 20..info + 24].copy_from_slice(&8u32.to_le_bytes());
+    let info = only(bytes, &name) + name.len();
+    let offset = u64::from_le_bytes(bytes[info + 24..info + 32].try_into().unwrap()) as usize;
+    (info + 20, header_end(bytes).next_multiple_of(32) + offset)
+}
+
+/// The tower with the projection as Q8_0.
+fn with_rounded_projection(original: &[u8]) -> Vec<u8> {
+    let mut rounded = original.to_vec();
+    let (kind, data) = projection_places(original);
+    rounded[kind..kind + 4].copy_from_slice(&8u32.to_le_bytes());
     let values = original[data..data + 2 * 48 * 96].as_chunks::<2>().0;
     let values: Vec<f32> = values.iter().map(|bytes| half::f16::from_le_bytes(*bytes).to_f32()).collect();
     for (index, block) in values.chunks(32).enumerate() {
@@ -471,9 +488,7 @@ fn towers_of_old_converters_and_of_other_types_are_read() {
             *to = (x / scale.to_f32()).round() as i8 as u8;
         }
     }
-    let off = model_off(&rounded);
-    println!("Q8_0: {off:.1e}");
-    assert!((1e-3..0.2).contains(&off), "{off}");
+    rounded
 }
 
 /// The end of the last tensor's entry in the header of [`TOWER_FILE`], before the padding.
@@ -668,4 +683,117 @@ fn a_tower_that_is_a_link_out_of_the_folder_is_not_read() {
     std::fs::remove_file(&here).unwrap();
     std::os::unix::fs::symlink(elsewhere.path().join(MODEL_FILE), &here).unwrap();
     assert_eq!(open_files(folder.path()).unwrap().tower(), Some(&*tower));
+}
+
+// --- towers in native checkpoints ---------------------------------------------------------------------------
+
+/// The arguments of `unicorn quantize` with the results of [`QuantizeMode::Int4G32`].
+fn quantize<'a>(source: &'a Path, destination: &'a Path) -> Vec<&'a str> {
+    let [source, destination] = [source, destination].map(|path| path.to_str().expect("UTF-8"));
+    let schemes = ["--scheme", "int4-g32", "--embedding", "keep", "--rounding", "nearest"];
+    [&["quantize", source, destination][..], &schemes].concat()
+}
+
+/// Every file of a folder apart from the manifest, which names the source.
+fn contents(folder: &Path) -> Vec<(String, Vec<u8>)> {
+    let entries = std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap());
+    let files = entries.map(|e| (e.file_name().into_string().unwrap(), std::fs::read(e.path()).unwrap()));
+    let mut files: Vec<_> = files.filter(|(name, _)| name != "unicorn.json").collect();
+    files.sort();
+    files
+}
+
+/// Asserts that a native checkpoint has the tower of its source, value for value and in the same types. Returns the number of
+/// its tensors.
+fn assert_same_tower(source: &Path, native: &Path) -> usize {
+    let files = [source, native].map(|folder| open_files(folder).unwrap());
+    let [source, native] = files.each_ref().map(|files| Source::open(files).unwrap());
+    let [weights, of_native] = [&source, &native].map(|source| source.weights().unwrap());
+    let (spec, tensors) = source.tower(&weights).unwrap().expect("a tower");
+    let (native_spec, native_tensors) = native.tower(&of_native).unwrap().expect("a tower");
+    assert_eq!(spec, native_spec);
+    for ((wanted, tensor), written) in spec.tensors().iter().zip(&tensors).zip(&native_tensors) {
+        assert_eq!(written.name, format!("model.{}", wanted.name));
+        assert!(written.file.ends_with("/vision.safetensors"), "{}", written.file);
+        assert_eq!(written.shape, tensor.shape, "{}", wanted.name);
+        assert_eq!(written.scheme().unwrap(), tensor.scheme().unwrap(), "{}", wanted.name);
+        match tensor.encoding {
+            Encoding::Plain { .. } => assert!(written.encoding == tensor.encoding, "{}", wanted.name),
+            _ => assert!(written.to_f32().unwrap() == tensor.to_f32().unwrap(), "{}", wanted.name),
+        }
+    }
+    tensors.len()
+}
+
+/// A source that is quantized once is the model that a load with `--quantize` makes of it, with its tower: from safetensors of
+/// every family and generation, and from GGUF, also with a quantized tower.
+#[test]
+fn a_native_checkpoint_has_the_bits_of_its_source_and_its_tower() {
+    let rounded = with_rounded_projection(&tower_bytes());
+    let rounded = beside(&data("gemma3-vision/gguf").join(MODEL_FILE), &[("mmproj.gguf", &rounded)]);
+    let rounded = Case { folder: rounded.path().to_owned(), ..gguf_case() };
+    let fast = LoadOptions { precision: Precision::Fast, kv: KvDtype::F16, ..LoadOptions::default() };
+    let gguf = [gguf_case(), gemma_4_gguf_case("vis4-a"), gemma_4_gguf_case("vis4-c")];
+    let plain = ALL.map(Case::open).into_iter().chain(gguf).map(|case| (case, false));
+    for (case, is_quantized) in plain.chain([(rounded, true)]) {
+        let folder = tempfile::tempdir().unwrap();
+        let native = folder.path().join("native");
+        let report = printed(unicorn(&quantize(&case.folder, &native)));
+        assert!(report.contains("  vision tower  keep       without loss, "), "{report}");
+        let tensors = assert_same_tower(&case.folder, &native);
+        for options in [LoadOptions::default(), fast] {
+            let options = LoadOptions { vision: VisionMode::On, ..options };
+            let bits = |folder: &Path, quantize| -> Vec<u32> {
+                let mut model = load(folder, &LoadOptions { quantize, ..options });
+                let mut all = case.logits(&mut model, "two");
+                for (slot, image) in (0..).zip(case.images_of("two")) {
+                    all.extend(case.found(&mut model, slot, image));
+                }
+                all.into_iter().map(f32::to_bits).collect()
+            };
+            let expected = bits(&case.folder, QuantizeMode::Int4G32);
+            assert!(bits(&native, QuantizeMode::None) == expected, "{}", case.folder.display());
+        }
+
+        let shown = [&case.folder, &native]
+            .map(|folder| printed_json(unicorn(&["inspect", folder.to_str().unwrap(), "--json"])));
+        let [tower, of_native] = shown.each_ref().map(|shown| &shown["vision_tower"]);
+        assert_eq!((&tower["tensors"], &of_native["tensors"]), (&tensors.into(), &tensors.into()));
+        // A quantized matrix is stored in tiles of 32 rows and blocks of columns.
+        assert_eq!(tower["bytes"] == of_native["bytes"], !is_quantized, "{tower} {of_native}");
+        let text = printed(unicorn(&["inspect", native.to_str().unwrap(), "--verify"]));
+        assert!(text.contains("  vision tower") && text.contains("all correct"), "{text}");
+
+        // A native checkpoint can be the source.
+        let again = folder.path().join("again");
+        let [from, to] = [&native, &again].map(|path| path.to_str().unwrap());
+        printed(unicorn(&["quantize", from, to, "--scheme", "keep"]));
+        assert!(contents(&native) == contents(&again), "{}", case.folder.display());
+    }
+}
+
+#[test]
+fn a_conversion_leaves_out_a_tower_that_cannot_be_used() {
+    let model = data("gemma3-vision/gguf").join(MODEL_FILE);
+    let original = tower_bytes();
+    let folder = tempfile::tempdir().unwrap();
+    let native = folder.path().join("native");
+    let truncated = beside(&model, &[("mmproj-x.gguf", &original[..original.len() - 1000])]);
+    let (code, report, log) = output(unicorn(&quantize(truncated.path(), &native)));
+    assert!(code == 0 && !report.contains("tower"), "{report}{log}");
+    assert!(log.contains("the vision tower is left out") && log.contains("mmproj-x.gguf: "), "{log}");
+    assert!(!native.join("vision.safetensors").exists());
+    let auto = LoadOptions { vision: VisionMode::Auto, ..LoadOptions::default() };
+    assert_eq!(load(&native, &auto).limits().images, None);
+    let shown = printed(unicorn(&["inspect", truncated.path().to_str().unwrap()]));
+    assert!(shown.contains("  vision tower not used: ") && shown.contains("truncated"), "{shown}");
+
+    // A value that is not a number is no reason to leave the tower out: the file is damaged.
+    let mut damaged = original.clone();
+    let (_, data) = projection_places(&original);
+    damaged[data..data + 2].copy_from_slice(&half::f16::NAN.to_le_bytes());
+    let damaged = beside(&model, &[("mmproj-x.gguf", &damaged)]);
+    let refused = folder.path().join("refused");
+    let parts = ["mmproj-x.gguf", "mm_input_projection_weight", "NaN"];
+    assert_error(unicorn(&quantize(damaged.path(), &refused)), 1, &parts);
 }
