@@ -1460,14 +1460,13 @@ fn random_images(rng: &mut ChaCha8Rng, limits: &Limits, prompt: &mut Vec<u32>) -
     let (mut images, mut free) = (Vec::new(), 0);
     for _ in 0..rng.random_range(0..3) {
         // Many prompts have an image at the same position.
-        let start = free + [0, 1, 5, rng.random_range(0..100)].choose(rng).expect("not empty");
-        let n = rng.random_range(0..3);
+        let start = free + [0, 0, 1, rng.random_range(0..100)].choose(rng).expect("not empty");
         let image = match sizes {
-            ImageSizes::Fixed { .. } => image_at(start, most, n),
+            ImageSizes::Fixed { .. } => image_at(start, most, rng.random_range(0..2)),
             ImageSizes::ByTokens { .. } => {
-                // Few sizes, so that the same image comes again. Two of them have as many tokens as each other.
-                let sizes = [[1, 1], [most, 1], [1, most], [most.div_ceil(2), 1]];
-                image_of_size(start, *sizes.choose(rng).expect("not empty"), n)
+                // Few images, so that the same one comes again. Two sizes have as many tokens as each other.
+                let sizes = [[most, 1], [1, most], [most.div_ceil(2), 1]];
+                image_of_size(start, *sizes.choose(rng).expect("not empty"), rng.random_range(0..2))
             }
         };
         if image.positions.end <= prompt.len() {
