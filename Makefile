@@ -16,6 +16,7 @@
 #   make test-openwebui            install Open WebUI (2 GB of disk), and test it with a browser and a server; minutes
 #   make conformance               run the tests of llama.cpp's and vLLM's servers; writes docs/conformance.md; minutes
 #   make edges                     edge cases of the shipped binary: lost log readers and devices, hostile clients; slow
+#   make hostile-pictures          what pictures of every kind, damaged ones and one of 100 megapixels cost the server
 #   make test-faults               edge cases and suites with failing devices and killed processes; slow
 #   make soak-models               five models on memory for two, 16 clients and killed processes, for 20 minutes; ARGS=5 is shorter
 #   make soak                      every route for half an hour, with lost devices and clients; ARGS=5m is shorter
@@ -58,7 +59,7 @@ SMOLLM2 := .cache/smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
 SERVE_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-test setup-devices test-devices npu-shim build lab check serve bench bench-step bench-host bench-serve gpu-bench test test-clients test-lm-eval test-scaling test-demo test-real test-kernels test-random smollm2 page-libraries test-openwebui test-agents test-27b test-26b test-fresh test-service test-packages release test-release conformance edges test-faults soak soak-models install uninstall lint clean
+.PHONY: help setup setup-test setup-devices test-devices npu-shim build lab check serve bench bench-step bench-host bench-serve gpu-bench test test-clients test-lm-eval test-scaling test-demo test-real test-kernels test-random smollm2 page-libraries test-openwebui test-agents test-27b test-26b test-fresh test-service test-packages release test-release conformance edges hostile-pictures test-faults soak soak-models install uninstall lint clean
 
 help:
 	@sed -n 's/^#   //p' $(firstword $(MAKEFILE_LIST))
@@ -191,6 +192,9 @@ conformance: setup-test
 edges: lab
 	cargo build --locked --example fault_layer
 	@python3 tools/edges.py $(ARGS)
+
+hostile-pictures: build
+	@python3 tools/hostile_pictures.py
 
 test-faults: lab
 	cargo test --locked --test suite -- faults:: recovery::
