@@ -259,7 +259,7 @@ fn draft(path: &str, model: &ModelSpec) -> Result<Part, Error> {
 }
 
 fn published(shape: Shape, args: &args::Planned, config: &Config) -> Subject {
-    let spec = ModelSpec { vision: Ok(shape.tower()), ..shape.spec() };
+    let spec = shape.spec_with_tower();
     let of = |schemes: args::Schemes| {
         let [attention, ffn, embedding] =
             [Class::Attention, Class::FeedForward, Class::Embedding].map(|class| {

@@ -399,10 +399,16 @@ impl Shape {
         self.read_with(Map::new())
     }
 
+    /// The language model, with its vision tower if it has one.
+    pub fn spec_with_tower(&self) -> ModelSpec {
+        let Some(fields) = self.tower else { return self.spec() };
+        let Value::Object(tower) = fields() else { panic!("{}: fields of a tower", self.name) };
+        self.read_with(tower)
+    }
+
     /// The vision tower, if the model has one.
     pub fn tower(&self) -> Option<VisionSpec> {
-        let Value::Object(tower) = self.tower?() else { panic!("{}: fields of a tower", self.name) };
-        self.read_with(tower).vision.expect("a published tower is valid")
+        self.spec_with_tower().vision.expect("a published tower is valid")
     }
 
     /// Reads the config with these fields besides.

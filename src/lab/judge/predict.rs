@@ -16,7 +16,7 @@ use crate::cli::error::Error;
 use crate::lab::assembly::Counts;
 use crate::lab::cost::{self, Body, Dispatch, Drawn, KEYS, Keys};
 use crate::model::memory::DEFAULT_BLOCK_SIZE;
-use crate::model::spec::{ModelSpec, Shape};
+use crate::model::spec::Shape;
 use crate::tensor::{KvDtype, Precision, QuantizeMode, Scheme};
 
 /// Numbers of sequences that decode together.
@@ -490,10 +490,9 @@ impl Question {
             for tokens in PROMPTS {
                 add(format!("prefill {tokens}"), tokens, model.prompt(tokens)?);
             }
-            if let Some(tower) = shape.tower() {
+            if shape.tower().is_some() {
                 // A step of a model with a tower has room for an image, so the steps of text are those of a load without.
-                let config = ModelSpec { vision: Ok(Some(tower)), ..shape.spec() };
-                let mut model = PaperModel::load(config, types, self.chunk, context)?;
+                let mut model = PaperModel::load(shape.spec_with_tower(), types, self.chunk, context)?;
                 for tokens in model.image_tokens() {
                     add(format!("{IMAGE} {tokens}"), tokens, vec![model.image(tokens)?]);
                 }

@@ -509,8 +509,7 @@ mod tests {
 
     /// The model with its tower.
     fn with_tower(name: &str, precision: Precision) -> PaperModel {
-        let shape = arch::shape(name).unwrap();
-        let config = ModelSpec { vision: Ok(shape.tower()), ..shape.spec() };
+        let config = arch::shape(name).unwrap().spec_with_tower();
         let types = Types { projections: Scheme::Bf16, embedding: Scheme::Bf16, kv: KvDtype::F16, precision };
         PaperModel::load(config, types, 128, 8192).unwrap()
     }
