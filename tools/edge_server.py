@@ -146,10 +146,10 @@ def with_faults(file):
     }
 
 
-def resident(process):
-    """Resident memory of a process in bytes."""
+def resident(process, field="VmRSS"):
+    """Resident memory of a process in bytes: now, or the most so far (`VmHWM`)."""
     status = Path(f"/proc/{process}/status").read_text()
-    return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmRSS:"))
+    return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith(f"{field}:"))
 
 
 def open_files(process):

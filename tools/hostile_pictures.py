@@ -16,7 +16,7 @@ import time
 import zlib
 from pathlib import Path
 
-from edge_server import ROOT, Server, health_within_a_second
+from edge_server import ROOT, Server, health_within_a_second, resident
 
 PICTURES = ROOT / "tests/data/images"
 MODEL = ROOT / "tests/data/gemma4-vision/vis4-c"
@@ -55,13 +55,7 @@ def status_of(server, picture):
     """Status and text of the answer to a question about a picture."""
     url = "data:image/png;base64," + base64.b64encode(picture).decode()
     content = [{"type": "image_url", "image_url": {"url": url, "detail": "low"}}, {"type": "text", "text": "?"}]
-    body = {"messages": [{"role": "user", "content": content}], "max_tokens": 1, "temperature": 0}
-    return server.send("POST", "/v1/chat/completions", body)
-
-
-def memory(server, field):
-    lines = Path(f"/proc/{server.process.pid}/status").read_text().splitlines()
-    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(field))
+    return server.chat(content, max_tokens=1)
 
 
 def cpu_seconds(server):
@@ -72,14 +66,14 @@ def cpu_seconds(server):
 def measure(server, name, pictures):
     """Sends the pictures one after the other, and prints the worst of them. Returns the statuses."""
     Path(f"/proc/{server.process.pid}/clear_refs").write_text("5")  # the peak begins anew
-    before, worst, worst_cpu, statuses = memory(server, "VmRSS"), 0, 0, collections.Counter()
+    before, worst, worst_cpu, statuses = resident(server.process.pid), 0, 0, collections.Counter()
     for picture in pictures:
         began, cpu = time.monotonic(), cpu_seconds(server)
         status, text = status_of(server, picture)
         assert status in (200, 400), f"{name}: {status}: {text[:200]}"
         statuses[status] += 1
         worst, worst_cpu = max(worst, time.monotonic() - began), max(worst_cpu, cpu_seconds(server) - cpu)
-    peak = memory(server, "VmHWM") - before
+    peak = (resident(server.process.pid, "VmHWM") - before) / 2**20
     print(f"{name:<16} {len(pictures):>4} files, statuses {dict(statuses)}: at most {worst:.2f} s, {worst_cpu:.2f} s of CPU, "
           f"+{peak:.0f} MiB", flush=True)
     return statuses
