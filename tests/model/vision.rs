@@ -653,7 +653,8 @@ fn unusable_towers_of_gemma_4_are_refused_by_name() {
     }
 }
 
-/// Loads a model with this tower beside it, which is refused for that reason; or is not, if it is empty.
+/// Loads a model with this tower in the same folder. The tower is refused for this reason, or is loaded if the reason is
+/// empty.
 fn check_unusable(model: &Path, tower: &[u8], problem: &str) {
     let folder = beside(model, &[("mmproj-x.gguf", tower)]);
     let files = open_files(folder.path()).unwrap();
