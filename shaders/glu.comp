@@ -1,4 +1,4 @@
-// activated(gate[t, i]) * up[t, i]; gate and up f32 [rows, width], rows stride apart. SILU chooses the activation
+// activated(gate[t, i]) * up[t, i]; gate and up f32 [rows, width], rows stride and up_stride apart. SILU chooses the activation
 // (common/activation.glsl).
 //
 //   default  writes the result to gate, in place
@@ -38,6 +38,7 @@ layout(push_constant, std430) uniform Push {
     WriteScales scales;
     uint width;
     uint stride;
+    uint up_stride;
     // Number of rows that the blocks have room for, including padding.
     uint padded;
 };
@@ -49,7 +50,7 @@ void main() {
         vec4 value = vec4(0);
         if (column < width) {
             const uint at = (row * stride + column) / 4;
-            const vec4 g = gate.at[at], u = up.at[at];
+            const vec4 g = gate.at[at], u = up.at[(row * up_stride + column) / 4];
             value = vec4(activated(g.x) * u.x, activated(g.y) * u.y, activated(g.z) * u.z, activated(g.w) * u.w);
             // Memory beyond the row may contain any values.
             value = mix(vec4(0), value, lessThan(uvec4(column, column + 1, column + 2, column + 3), uvec4(width)));

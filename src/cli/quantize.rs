@@ -314,9 +314,9 @@ impl<'a> Source<'a> {
     ) -> Result<Source<'a>, CheckpointError> {
         let class = Class::of(spec);
         let form = match class.map(|class| schemes.of(class)) {
-            None => Form::Plain(DType::F32),
+            None if spec.role != Role::PerLayerMatrix => Form::Plain(DType::F32),
             Some(Target(Some(scheme))) => Form::Packed(scheme),
-            Some(Target(None)) => Form::Packed(tensor.scheme()?),
+            None | Some(Target(None)) => Form::Packed(tensor.scheme()?),
         };
         Ok(Source { name: spec.full_name(), tensor, form, class, importance })
     }

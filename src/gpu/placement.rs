@@ -58,6 +58,9 @@ pub enum Class {
     #[strum(serialize = "attention weights")]
     Attention,
     Embedding,
+    /// The embeddings that every layer has of a token. A step reads a row of each of its tokens.
+    #[strum(serialize = "per-layer embedding")]
+    PerLayerEmbedding,
     Norms,
     Activations,
     Staging,
@@ -74,7 +77,7 @@ pub enum Class {
 }
 
 impl Class {
-    pub const ALL: [Class; 9] = *Self::VARIANTS.first_chunk().expect("all variants");
+    pub const ALL: [Class; 10] = *Self::VARIANTS.first_chunk().expect("all variants");
 
     pub const fn name(self) -> &'static str {
         self.into_str()
@@ -193,6 +196,8 @@ impl Machine {
             (MemoryKind::Device, Class::Ffn | Class::Experts) if !self.ffn_choice(ffn_heap).is_vram_first => {
                 [gtt, vram].concat()
             }
+            // Few bytes of it are read, so it leaves the memory that the firmware reserves to what is read whole.
+            (MemoryKind::Device, Class::PerLayerEmbedding) => [gtt, vram].concat(),
             (MemoryKind::Device, _) => [vram, gtt].concat(),
         }
     }

@@ -49,10 +49,19 @@ impl Activations {
         Activations { buffer, ..*self }
     }
 
+    /// Some columns of all rows. `columns` begins at a whole vec4.
+    pub fn columns(&self, columns: &Range<usize>) -> Activations {
+        assert!(columns.start.is_multiple_of(4) && columns.end <= self.width, "columns {columns:?}");
+        let offset = 4 * columns.start as u64;
+        let buffer = self.buffer.slice(offset, self.buffer.size() - offset);
+        Activations { buffer, width: columns.len(), stride: self.stride }
+    }
+
     /// The memory of the first `rows` rows. Panics if there are fewer rows, or if the width is not `width`.
     pub(crate) fn used(&self, rows: usize, width: usize, what: &str) -> Buffer {
         assert_eq!(self.width, width, "{what}: width");
-        words(&self.buffer, rows * self.stride, what)
+        let before = rows.saturating_sub(1) * self.stride;
+        words(&self.buffer, if rows > 0 { before + Self::stride_of(width) } else { 0 }, what)
     }
 }
 
@@ -204,6 +213,8 @@ pub struct Attention {
     pub rope: Buffer,
     /// Factor for the queries, applied after bias, norm and RoPE.
     pub q_scale: f32,
+    /// Whether the cache is that of another layer, which stored the keys and values.
+    pub shares_cache: bool,
     pub cache: KvCache,
 }
 

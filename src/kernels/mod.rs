@@ -91,8 +91,8 @@ pub struct Kernels {
     precision: Precision,
     layers: LayerKind,
     products: Products,
-    /// The embedding's scheme, and its pipeline.
-    embed: Option<(Scheme, Arc<Pipeline>)>,
+    /// The schemes of embeddings, and the pipeline of each.
+    embed: Vec<(Scheme, Arc<Pipeline>)>,
     quantize: Arc<Pipeline>,
     rms_norm: OutputVariants,
     rms_norm_add: Arc<Pipeline>,
@@ -132,9 +132,9 @@ impl Kernels {
         precision: Precision,
     ) -> Result<Kernels, GpuError> {
         let kv = heads.first().map(|heads| heads.kv).unwrap_or_default();
-        let embed = matrices.embedding.map(|scheme| {
-            let pipeline = device.pipeline(shaders_of(scheme).1, &[])?;
-            Ok::<_, GpuError>((scheme, pipeline))
+        let embed = matrices.embeddings.iter().map(|scheme| {
+            let pipeline = device.pipeline(shaders_of(*scheme).1, &[])?;
+            Ok::<_, GpuError>((*scheme, pipeline))
         });
         let (attention_by, attention) = attention_kernels(device, matrices.attention, heads, precision)?;
         let tiles = matrices.tiles.unwrap_or_else(|| Tiles::of(device));
@@ -147,7 +147,7 @@ impl Kernels {
             precision,
             layers,
             products: Products::new(device, matrices, tiles, precision)?,
-            embed: embed.transpose()?,
+            embed: embed.collect::<Result<_, _>>()?,
             quantize: one(&shaders::QUANTIZE, &[])?,
             rms_norm: into("rms_norm", &[])?,
             rms_norm_add: one(&shaders::RMS_NORM_ADD, &[post_norm])?,
@@ -228,12 +228,8 @@ impl Kernels {
         tokens: usize,
     ) {
         let Embedding { matrix, table, scale } = embedding;
-        let (made, pipeline) = self.embed.as_ref().expect("embed: kernels without an embedding");
-        assert!(
-            made.shares_variant(matrix.scheme),
-            "embed: a matrix of {}, but kernels for {made}",
-            matrix.scheme
-        );
+        let made = self.embed.iter().find(|(scheme, _)| scheme.shares_variant(matrix.scheme));
+        let Some((_, pipeline)) = made else { panic!("embed: no kernel for a matrix of {}", matrix.scheme) };
         // A row of each token.
         let read =
             |buffer: &Buffer| buffer.accessing((buffer.size() * tokens as u64).div_ceil(matrix.rows as u64));
@@ -398,9 +394,10 @@ impl Kernels {
         step: &StepArrays,
         tokens: usize,
     ) {
-        let Attention { shape, qk_norms, norm_eps, biases, rope, q_scale, cache } = attention;
+        let Attention { shape, qk_norms, norm_eps, biases, rope, q_scale, shares_cache, cache } = attention;
         let (Heads { kv, .. }, _) = self.attention_of(shape);
-        let stored = kv.block_bytes(tokens * shape.num_kv_heads, shape.head_dim) as u64;
+        let num_kv_heads = if *shares_cache { 0 } else { shape.num_kv_heads };
+        let stored = kv.block_bytes(tokens * num_kv_heads, shape.head_dim) as u64;
         assert_eq!(qk_norms.is_some(), self.layers.has_qk_norms, "qkv_store: norms");
         assert_eq!(biases.is_some(), self.layers.has_biases, "qkv_store: biases");
         let [q_width, kv_width] = [shape.num_heads, shape.num_kv_heads].map(|heads| heads * shape.head_dim);
@@ -429,13 +426,13 @@ impl Kernels {
             k_cache: &cache.keys.accessing(stored),
             v_cache: &cache.values.accessing(stored),
             num_heads: shape.num_heads as u32,
-            num_kv_heads: shape.num_kv_heads as u32,
+            num_kv_heads: num_kv_heads as u32,
             head_dim: shape.head_dim as u32,
             block_size: shape.block_size as u32,
             eps: *norm_eps,
             q_scale: *q_scale,
         };
-        let groups = [tokens as u32, (shape.num_heads + 2 * shape.num_kv_heads) as u32, 1];
+        let groups = [tokens as u32, (shape.num_heads + 2 * num_kv_heads) as u32, 1];
         recorder.dispatch(&self.qkv_store, &arguments, groups);
     }
 
@@ -573,6 +570,7 @@ impl Kernels {
             scales: to.as_ref().map(|to| &to.scales),
             width: gate.width as u32,
             stride: gate.stride as u32,
+            up_stride: up.stride as u32,
             padded: to.as_ref().map_or(0, |to| to.stride),
         };
         recorder.dispatch(self.glu.pipeline(y), &arguments, [fours(gate.width), rows as u32, 1]);

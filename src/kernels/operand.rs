@@ -36,8 +36,8 @@ pub struct Matrices {
     pub gated: Vec<Scheme>,
     /// Schemes of the matrices of experts.
     pub experts: Vec<Scheme>,
-    /// The scheme of the embedding.
-    pub embedding: Option<Scheme>,
+    /// The schemes of embeddings, in any order.
+    pub embeddings: Vec<Scheme>,
     /// The scheme of the matrix that computes the logits.
     pub head: Option<Scheme>,
     /// How products are divided over invocations. `None`: the device's default.

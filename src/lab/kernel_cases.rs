@@ -476,8 +476,8 @@ impl Rig {
         let gated = matches!(case.work, KernelWork::Gated { .. }).then_some(scheme).into_iter().collect();
         let experts = matches!(case.work, KernelWork::Experts { .. }).then_some(scheme).into_iter().collect();
         let layers = case.spec.layer_kind();
-        let (embedding, head) = (Some(scheme), Some(scheme));
-        let matrices = Matrices { layers, gated, embedding, head, experts, ..Matrices::default() };
+        let (embeddings, head) = (vec![scheme], Some(scheme));
+        let matrices = Matrices { layers, gated, embeddings, head, experts, ..Matrices::default() };
         Kernels::new(&self.device, &matrices, &[case.heads()], case.precision)
     }
 }
@@ -562,7 +562,16 @@ impl Make<'_> {
                 KvCache { keys: self.filled(cache_bytes, word)?, values: self.filled(cache_bytes, word)? };
             let (qk_norms, biases, rope) = (qk_norms.clone(), biases.clone(), rope.clone());
             let q_scale = s.score_scale as f32;
-            Ok(Attention { shape, qk_norms, norm_eps: 1e-6, biases, rope, q_scale, cache })
+            Ok(Attention {
+                shape,
+                qk_norms,
+                norm_eps: 1e-6,
+                biases,
+                rope,
+                q_scale,
+                shares_cache: false,
+                cache,
+            })
         };
         (0..copies(bytes)).map(|_| layer()).collect()
     }

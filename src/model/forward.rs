@@ -4,17 +4,20 @@
 
 use std::ops::Range;
 
-use super::layers::{DeviceLayer, ExpertScratch, Scratch};
+use super::layers::{DeviceLayer, DevicePerLayer, ExpertScratch, PerLayerScratch, Scratch};
 use super::memory;
 use super::model_runner::ModelRunner;
 use super::step::{Frame, PoolRequest, StepOutputs};
-use super::tensors::{InputGroup, Norms, Projections};
+use super::tensors::{InputGroup, Norms, PerLayerMatrices, Projections};
 use super::{Batch, BlockCopy, ImageSpan};
-use crate::gpu::Recorder;
+use crate::gpu::{Buffer, Recorder};
 use crate::kernels::{
     Activations, ExpertMatrices, KvCache, Matrix, Operand, PairActivations, Router, Routing, RowsOf,
     SampleRequest, StepArrays,
 };
+
+/// The most rows of a dispatch with a workgroup for each: the least limit of devices is 65,535.
+const MOST_ROWS: usize = 1 << 15;
 
 impl ModelRunner {
     /// Records what comes before the layers: block copies, the embeddings that begin the residual stream, and the ids
@@ -30,12 +33,51 @@ impl ModelRunner {
             self.record_copy(recorder, copy);
         }
         let (ids, hidden) = (&frame.whole(0).ids, &self.scratch.hidden);
+        recorder.label("embed");
         self.kernels.embed(recorder, &self.embedding, ids, &self.sampled, hidden, tokens);
+        self.record_per_layer_embeddings(recorder, ids, tokens);
         self.record_images(recorder, batch);
         self.record_history(recorder, frame, batch);
         if let Some(experts) = &self.scratch.experts {
             recorder.fill(&experts.used(), 0);
         }
+    }
+
+    /// Computes the per-layer embeddings of the step's tokens.
+    fn record_per_layer_embeddings(&self, recorder: &mut Recorder<'_>, ids: &Buffer, tokens: usize) {
+        let (Some(per_layer), Some(scratch)) = (&self.per_layer, &self.scratch.per_layer) else { return };
+        let DevicePerLayer { embedding, projection, norm, inputs } = per_layer;
+        let (kernels, PerLayerScratch { inputs: all, products, .. }) = (&self.kernels, scratch);
+        recorder.label("per-layer embed");
+        kernels.embed(recorder, embedding, ids, &self.sampled, all, tokens);
+        let input = self.quantized_input(recorder, projection, &self.scratch, tokens);
+        recorder.label("per-layer model projection");
+        kernels.matmul(recorder, &[(projection, products)], &input, tokens);
+        // Each layer's part of a token's embeddings is a row.
+        let [all, products] = [all, products].map(|all| Activations::new(all.buffer.clone(), inputs.width));
+        let rows = tokens * self.layers.len();
+        recorder.label("per-layer sum");
+        for first in (0..rows).step_by(MOST_ROWS) {
+            let part = first..rows.min(first + MOST_ROWS);
+            let added = (Some(norm), inputs.sum_scale);
+            kernels.rms_norm_add(recorder, &products.rows(&part), added, &all.rows(&part), part.len());
+        }
+    }
+
+    /// The residual stream as the input of a matrix.
+    fn quantized_input(
+        &self,
+        recorder: &mut Recorder<'_>,
+        matrix: &Matrix,
+        Scratch { hidden, normed_blocks, .. }: &Scratch,
+        tokens: usize,
+    ) -> Operand {
+        let input = Operand::new(self.kernels.wants([matrix]), hidden, normed_blocks);
+        if input.blocks.is_some() {
+            recorder.label("quantize");
+            self.kernels.quantize(recorder, hidden, normed_blocks, tokens);
+        }
+        input
     }
 
     /// Replaces the embeddings of the ids at an image's positions with those of the image.
@@ -108,7 +150,7 @@ impl ModelRunner {
     /// Copies a block to another one, in every layer of its pool.
     pub(super) fn record_copy(&self, recorder: &mut Recorder<'_>, copy: &BlockCopy) {
         for (layer, spec) in self.layers.iter().zip(&self.config.layers) {
-            if layer.pool != copy.pool {
+            if layer.pool != copy.pool || spec.kv_source.is_some() {
                 continue;
             }
             let bytes = memory::kv_block_bytes(&spec.heads, self.kv, self.limits.kv.block_size);
@@ -234,8 +276,9 @@ impl ModelRunner {
         }
         self.add_squares(recorder, index, InputGroup::Qkv, normed, tokens);
         let Projections { q_proj, k_proj, v_proj, .. } = &layer.projections;
-        let v_product = v_proj.as_ref().map(|v_proj| (v_proj, v));
-        let products: Vec<_> = [(q_proj, q), (k_proj, k)].into_iter().chain(v_product).collect();
+        let of_keys = k_proj.as_ref().map(|k_proj| (k_proj, k));
+        let of_values = v_proj.as_ref().map(|v_proj| (v_proj, v));
+        let products: Vec<_> = [(q_proj, q)].into_iter().chain(of_keys).chain(of_values).collect();
         recorder.label("qkv");
         kernels.matmul(recorder, &products, &normed_in, tokens);
         let values = if v_proj.is_some() { v } else { k };
@@ -292,10 +335,42 @@ impl ModelRunner {
         if let Some(mixture) = &mixture {
             self.record_experts(recorder, layer, mixture, &scratch, tokens);
         }
+        self.record_per_layer_input(recorder, index, &scratch, tokens);
         if index + 1 == self.layers.len() {
             recorder.label("last add");
             kernels.rms_norm_add(recorder, delta, layer.last_add(), hidden, tokens);
         }
+    }
+
+    /// Adds the feed-forward result to the residual stream, and leaves in `delta` what the layer's per-layer embeddings
+    /// contribute, in a model that has some.
+    fn record_per_layer_input(
+        &self,
+        recorder: &mut Recorder<'_>,
+        index: usize,
+        scratch: &Scratch,
+        tokens: usize,
+    ) {
+        let DeviceLayer { norms, per_layer, .. } = &self.layers[index];
+        let PerLayerMatrices { per_layer_input_gate: Some(gate), per_layer_projection: Some(projection) } =
+            per_layer
+        else {
+            return;
+        };
+        let (kernels, Scratch { hidden, delta, .. }) = (&self.kernels, scratch);
+        let of_layers = scratch.per_layer.as_ref().expect("scratch of per-layer embeddings");
+        let PerLayerScratch { inputs, gate: gated, gated_blocks, .. } = of_layers;
+        recorder.label("feed-forward add");
+        let norm = norms.post_feedforward_layernorm.as_ref();
+        kernels.rms_norm_add(recorder, delta, (norm, 1.0), hidden, tokens);
+        let input = self.quantized_input(recorder, gate, scratch, tokens);
+        recorder.label("per-layer gate");
+        kernels.matmul(recorder, &[(gate, gated)], &input, tokens);
+        let input = Operand::new(kernels.wants([projection]), gated, gated_blocks);
+        let own = inputs.columns(&(index * gated.width..(index + 1) * gated.width));
+        kernels.glu(recorder, gated, &own, &input, tokens);
+        recorder.label("per-layer projection");
+        kernels.matmul(recorder, &[(projection, delta)], &input, tokens);
     }
 
     /// Chooses the experts of the tokens in `hidden`, whose inputs are in `input`.

@@ -3,12 +3,12 @@
 use std::ops::Range;
 
 use super::memory;
-use super::spec::{AttentionHeads, ModelSpec};
-use super::tensors::{Inputs, Norms, Projections};
+use super::spec::{LayerSpec, ModelSpec, PerLayerInputs};
+use super::tensors::{Inputs, Norms, PerLayerMatrices, Projections};
 use crate::gpu::placement::{Class, MemoryKind};
 use crate::gpu::{Arena, Buffer, GpuError};
 use crate::kernels::{
-    Activations, Attention, Logits, Matrix, Partials, Quantized, RmsNorm, Router, Routing, Wants,
+    Activations, Attention, Embedding, Logits, Matrix, Partials, Quantized, RmsNorm, Router, Routing, Wants,
     partial_width,
 };
 
@@ -18,6 +18,7 @@ pub(crate) struct DeviceLayer {
     pub(crate) pool: usize,
     pub(crate) attention: Attention,
     pub(super) projections: Projections<Matrix>,
+    pub(super) per_layer: PerLayerMatrices<Matrix>,
     pub(super) norms: Norms<RmsNorm>,
     /// The factor of the residual stream after the layer.
     pub(super) scale: f32,
@@ -40,10 +41,22 @@ impl Inputs<Wants> {
 }
 
 impl DeviceLayer {
-    /// The norm of the feed-forward result before it is added to the residual stream, and the factor of the sum.
+    /// The norm of the layer's last result before it is added to the residual stream, and the factor of the sum.
     pub(super) fn last_add(&self) -> (Option<&RmsNorm>, f32) {
-        (self.norms.post_feedforward_layernorm.as_ref(), self.scale)
+        let Norms { post_feedforward_layernorm, post_per_layer_input_norm, .. } = &self.norms;
+        (post_per_layer_input_norm.as_ref().or(post_feedforward_layernorm.as_ref()), self.scale)
     }
+}
+
+/// What computes the per-layer embeddings of a token.
+pub(super) struct DevicePerLayer {
+    /// A row of each id, with the embeddings of all layers.
+    pub embedding: Embedding,
+    /// The matrix that multiplies the embedding that enters the first layer.
+    pub projection: Matrix,
+    /// The norm of its product, in each layer.
+    pub norm: RmsNorm,
+    pub inputs: PerLayerInputs,
 }
 
 /// Activations of a step, `[max_batch_tokens, ..]` f32 each.
@@ -76,8 +89,50 @@ pub(crate) struct Scratch {
     pub(super) attended_blocks: Quantized,
     pub(super) gated_blocks: Quantized,
     pub(super) final_blocks: Quantized,
+    /// The per-layer embeddings of the model or of its draft model.
+    pub(super) per_layer: Option<PerLayerScratch>,
     /// What experts take and compute, of a mixture.
     pub(super) experts: Option<ExpertScratch>,
+}
+
+/// Activations of per-layer embeddings.
+#[derive(Clone)]
+pub(super) struct PerLayerScratch {
+    /// The embeddings of each token, `[num_hidden_layers * width]`, and the products that become a part of them.
+    pub inputs: Activations,
+    pub products: Activations,
+    /// The gate's product, which becomes the gated embedding of a layer, `[width]`.
+    pub gate: Activations,
+    pub gated_blocks: Quantized,
+}
+
+impl PerLayerScratch {
+    fn of(config: &ModelSpec, [inputs, products, gate, gated_blocks]: [Buffer; 4]) -> PerLayerScratch {
+        // A model without per-layer embeddings keeps the buffers for its draft model.
+        let width = config.per_layer.map_or(0, |per_layer| per_layer.width);
+        let all = config.layers.len() * width;
+        PerLayerScratch {
+            inputs: Activations::new(inputs, all),
+            products: Activations::new(products, all),
+            gate: Activations::new(gate, width),
+            gated_blocks: Quantized::new(gated_blocks, width),
+        }
+    }
+
+    fn buffers(&self) -> [&Buffer; 4] {
+        let PerLayerScratch { inputs, products, gate, gated_blocks } = self;
+        [&inputs.buffer, &products.buffer, &gate.buffer, &gated_blocks.buffer]
+    }
+
+    fn rows(&self, rows: &Range<usize>) -> PerLayerScratch {
+        let PerLayerScratch { inputs, products, gate, .. } = self;
+        PerLayerScratch {
+            inputs: inputs.rows(rows),
+            products: products.rows(rows),
+            gate: gate.rows(rows),
+            ..self.clone()
+        }
+    }
 }
 
 /// Activations of the experts of some of a step's tokens, and of the pairs of a token and one of its experts.
@@ -117,12 +172,13 @@ impl Scratch {
             v: v.rows(rows),
             gate: gate.rows(rows),
             up: up.rows(rows),
+            per_layer: self.per_layer.as_ref().map(|per_layer| per_layer.rows(rows)),
             ..self.clone()
         }
     }
 
-    /// The activations in the widths of a layer with these heads.
-    pub(super) fn with_heads(&self, heads: &AttentionHeads) -> Scratch {
+    /// The activations in the widths of a layer.
+    pub(super) fn of_layer(&self, LayerSpec { heads, intermediate_size: ffn, .. }: &LayerSpec) -> Scratch {
         let of = |all: &Activations, width: usize| Activations::new(all.buffer.clone(), width);
         let (q, kv) = (heads.q_width(), heads.kv_width());
         let partial = partial_width(heads.num_attention_heads, heads.head_dim);
@@ -134,6 +190,9 @@ impl Scratch {
             v: of(&self.v, kv),
             partials: Partials { single: of(single, partial), tiles: of(tiles, partial) },
             attended_blocks: Quantized::new(self.attended_blocks.buffer.clone(), q),
+            gate: of(&self.gate, *ffn),
+            up: of(&self.up, *ffn),
+            gated_blocks: Quantized::new(self.gated_blocks.buffer.clone(), *ffn),
             ..self.clone()
         }
     }
@@ -145,9 +204,10 @@ impl Scratch {
         tokens: usize,
         sizes: Vec<(&str, u64)>,
     ) -> Result<Scratch, GpuError> {
+        let has_per_layer = sizes.iter().any(|(name, _)| *name == memory::PER_LAYER_INPUTS);
         let buffers = sizes.into_iter().map(|(name, bytes)| device_buffer(arena, bytes, name));
         let buffers = buffers.collect::<Result<Vec<_>, _>>()?;
-        Ok(Scratch::of(config, tokens, buffers))
+        Ok(Scratch::of(config, tokens, buffers, has_per_layer))
     }
 
     /// These buffers in the shapes of another model, whose steps run between those of this model.
@@ -161,11 +221,17 @@ impl Scratch {
         let blocks = [normed_blocks, attended_blocks, gated_blocks, final_blocks];
         // A draft model has no experts.
         let floats = in_layers.into_iter().chain(after_layers).map(|activations| &activations.buffer);
-        let all = floats.chain(blocks.map(|blocks| &blocks.buffer));
-        Scratch::of(config, tokens, all.cloned().collect())
+        let per_layer = self.per_layer.iter().flat_map(PerLayerScratch::buffers);
+        let all = floats.chain(blocks.map(|blocks| &blocks.buffer)).chain(per_layer);
+        Scratch::of(config, tokens, all.cloned().collect(), self.per_layer.is_some())
     }
 
-    pub(super) fn of(config: &ModelSpec, tokens: usize, buffers: Vec<Buffer>) -> Scratch {
+    pub(super) fn of(
+        config: &ModelSpec,
+        tokens: usize,
+        buffers: Vec<Buffer>,
+        has_per_layer: bool,
+    ) -> Scratch {
         let mut buffers = buffers.into_iter();
         let mut each = memory::activations(config, tokens)
             .map(|(name, rows, width)| {
@@ -180,6 +246,10 @@ impl Scratch {
                 assert!(buffer.size() >= Quantized::bytes(rows, width), "{name}: the buffer is too small");
                 Quantized::new(buffer, width)
             });
+        let per_layer = has_per_layer.then(|| {
+            let four = [(); 4].map(|()| buffers.next().expect("one for each field"));
+            PerLayerScratch::of(config, four)
+        });
         let experts = config.mixture.map(|mixture| {
             let mut next = || buffers.next().expect("one for each field");
             let (hidden, width) = (config.hidden_size, mixture.intermediate_size);
@@ -212,6 +282,7 @@ impl Scratch {
             attended_blocks,
             gated_blocks,
             final_blocks,
+            per_layer,
             experts,
         }
     }

@@ -9,9 +9,10 @@ use std::time::Duration;
 
 use super::arch;
 use super::config::{ConfigError, GenerationConfig};
-use super::layers::{DeviceLayer, Scratch, device_buffer};
+use super::layers::{DeviceLayer, DevicePerLayer, Scratch, device_buffer};
 use super::memory::{
-    self, DEFAULT_BLOCK_SIZE, DoesNotFit, DraftMemoryRequest, Fit, MAX_IN_FLIGHT, MemoryRequest, Schemes,
+    self, DEFAULT_BLOCK_SIZE, DoesNotFit, DraftMemoryRequest, Fit, MAX_IN_FLIGHT, MemoryRequest,
+    PerLayerSchemes, Schemes,
 };
 use super::model_runner::{Loaded, ModelRunner, NotCompared};
 use super::offload::{OffloadBuffers, OffloadError, OffloadLimits};
@@ -20,7 +21,9 @@ use super::rope::RopeSpec;
 use super::self_test::{self, SelfTest, Traits};
 use super::spec::{LayerSpec, Mixture, ModelSpec, NormWeight, each_once};
 use super::step::Frame;
-use super::tensors::{Biases, Inputs, Layer, Norms, Projections, RouterTensors, TensorSpec};
+use super::tensors::{
+    Biases, Inputs, Layer, Norms, PerLayerMatrices, Projections, RouterTensors, TensorSpec,
+};
 use super::vision::{Tower, TowerLoad, TowerRequest, VisionSpec};
 use super::weights::{Weights, WeightsError};
 use super::{ImageBudget, Limits};
@@ -581,6 +584,10 @@ impl<'a> Load<'a> {
             (Some(tensor), Some(spec)) => Some(self.matrix(checkpoint, tensor, spec, schemes.head())?),
             _ => None,
         };
+        let per_layer = self.per_layer_embeddings(source, weights, schemes)?;
+        let none = PerLayerMatrices { per_layer_input_gate: None, per_layer_projection: None };
+        let of_per_layer = schemes.per_layer.iter().flat_map(|schemes| schemes.layers.iter().copied());
+        let mut of_per_layer = of_per_layer.chain(std::iter::repeat(none));
         let mut of_layers = Vec::new();
         for ((tensors, specs), schemes) in tensors.layers.iter().zip(&specs.layers).zip(&schemes.layers) {
             let projections = tensors.projections.zip(specs.projections.as_ref()).zip(*schemes);
@@ -593,7 +600,11 @@ impl<'a> Load<'a> {
             let scalars = tensors.scalars.try_map(|tensor| self.number(source, &tensor))?;
             let router = tensors.router.zip(specs.router.as_ref());
             let router = router.try_map(|(tensor, spec)| self.vector(source, tensor, spec, 0.0))?;
-            of_layers.push(Layer { projections, norms, biases, scalars, router });
+            let schemes = of_per_layer.next().expect("one for each layer");
+            let matrices = tensors.per_layer.zip(specs.per_layer.as_ref()).zip(schemes);
+            let per_layer =
+                matrices.try_map(|((tensor, spec), scheme)| self.matrix(checkpoint, tensor, spec, scheme))?;
+            of_layers.push(Layer { projections, norms, biases, scalars, router, per_layer });
         }
         self.read_queued(checkpoint)?;
         let tokens = self.request.batch_tokens();
@@ -637,18 +648,25 @@ impl<'a> Load<'a> {
                 .collect::<Result<_, _>>()?,
             false => vec![None; specs.layers.len()],
         };
-        let mut layers = Vec::new();
+        let mut layers: Vec<DeviceLayer> = Vec::new();
         let pools = memory::pools_of_layers(config, &limits.kv.pools);
         let loaded = of_layers.into_iter().zip(moments).zip(&config.layers).zip(pools);
         for (i, (((of_layer, moments), spec), pool)) in loaded.enumerate() {
-            let Layer { projections, norms, biases, scalars, router } = of_layer;
+            let Layer { projections, norms, biases, scalars, router, per_layer } = of_layer;
             let bytes = memory::kv_pool_bytes(&spec.heads, options.kv, &limits.kv, pool);
             let mut half = |what: &str| {
                 arena.alloc(MemoryKind::Device, Class::KvCache, bytes, &format!("layer {i} {what} cache"))
             };
+            let cache = match spec.kv_source {
+                Some(source) => layers[source].attention.cache.clone(),
+                // A step reads a part of the cache, and `ModelRunner::run` counts its bytes.
+                None => KvCache { keys: half("key")?.accessing(0), values: half("value")?.accessing(0) },
+            };
+            // A layer without keys of its own norms none.
+            let k_norm = norms.k_norm.clone().or_else(|| norms.q_norm.clone());
             let attention = Attention {
                 shape: attention_shape(spec, &limits),
-                qk_norms: norms.q_norm.clone().zip(norms.k_norm.clone()).map(Into::into),
+                qk_norms: norms.q_norm.clone().zip(k_norm).map(Into::into),
                 norm_eps: config.norm_eps,
                 biases: match biases {
                     Biases { q_proj: Some(q), k_proj: Some(k), v_proj: Some(v) } => Some([q, k, v]),
@@ -656,17 +674,18 @@ impl<'a> Load<'a> {
                 },
                 rope: ropes[spec.rope].clone(),
                 q_scale: config.score_scale as f32,
-                // A step reads a part of the cache, and `ModelRunner::run` counts its bytes.
-                cache: KvCache { keys: half("key")?.accessing(0), values: half("value")?.accessing(0) },
+                shares_cache: spec.kv_source.is_some(),
+                cache,
             };
             let wants = input_forms(&kernels, &projections, &norms);
             let scale = scalars.layer_scalar.unwrap_or(1.0);
-            let scratch = scratch.with_heads(&spec.heads);
+            let scratch = scratch.of_layer(spec);
             let router = config.mixture.as_ref().and_then(|mixture| device_router(mixture, &norms, router));
             layers.push(DeviceLayer {
                 pool,
                 attention,
                 projections,
+                per_layer,
                 norms,
                 scale,
                 router,
@@ -720,6 +739,7 @@ impl<'a> Load<'a> {
             kernels,
             embedding,
             lm_head,
+            per_layer,
             norm,
             layers,
             scratch,
@@ -851,6 +871,31 @@ impl<'a> Load<'a> {
         config.ropes.iter().enumerate().map(table).collect()
     }
 
+    /// What computes the per-layer embeddings of a token.
+    fn per_layer_embeddings(
+        &mut self,
+        source: &'a Source<'_>,
+        weights: &Weights<'a>,
+        schemes: &Schemes,
+    ) -> Result<Option<DevicePerLayer>, LoadError> {
+        let Source { config, checkpoint, .. } = source;
+        let (Some(inputs), Some(specs)) = (config.per_layer, &config.tensors.per_layer) else {
+            return Ok(None);
+        };
+        let tensors = weights.tensors.per_layer.as_ref().expect("tensors of the specs");
+        let schemes = schemes.per_layer.as_ref().expect("schemes of the specs");
+        let spec = &specs.embed_tokens_per_layer;
+        let table = self.matrix(checkpoint, tensors.embed_tokens_per_layer, spec, schemes.embedding)?;
+        let embedding = Embedding::new(&mut self.arena, &mut self.uploader, table, inputs.embed_scale)?;
+        let spec = &specs.per_layer_model_projection;
+        let projection =
+            self.matrix(checkpoint, tensors.per_layer_model_projection, spec, schemes.projection)?;
+        let norm = self.norm(source, tensors.per_layer_projection_norm, &specs.per_layer_projection_norm)?;
+        // The norm of `factor * x` is that of `x` with an epsilon that is divided by the factor's square.
+        let eps = (f64::from(norm.eps) / f64::from(inputs.projection_scale).powi(2)) as f32;
+        Ok(Some(DevicePerLayer { embedding, projection, norm: RmsNorm { eps, ..norm }, inputs }))
+    }
+
     fn queued_bytes(&self) -> u64 {
         self.queued.iter().map(|tensor| tensor.stored_bytes()).sum()
     }
@@ -895,7 +940,7 @@ fn input_forms(
     let (dense, of_experts) = (gate_up(gate_proj, up_proj), gate_up(expert_gate_proj, expert_up_proj));
     let both = norms.pre_feedforward_layernorm_2.as_ref().and(dense).zip(of_experts).map(|(a, b)| a | b);
     Inputs {
-        qkv: kernels.wants([q_proj, k_proj].into_iter().chain(v_proj)),
+        qkv: kernels.wants([q_proj].into_iter().chain(k_proj).chain(v_proj)),
         output: kernels.wants([o_proj]),
         gate_up: both.or(dense),
         down: down(down_proj),
@@ -919,9 +964,10 @@ fn device_router(mixture: &Mixture, norms: &Norms<RmsNorm>, router: RouterTensor
 /// The matrices that kernels must be able to multiply by.
 fn matrices_of(config: &ModelSpec, schemes: &Schemes, options: &LoadOptions) -> Matrices {
     let &LoadOptions { tiles, attention, .. } = options;
+    let of_per_layer = schemes.per_layer.as_ref();
     let mut matrices = Matrices {
         layers: config.layer_kind(),
-        embedding: Some(schemes.embedding),
+        embeddings: [schemes.embedding].into_iter().chain(of_per_layer.map(|all| all.embedding)).collect(),
         head: Some(schemes.head()),
         tiles,
         attention,
@@ -935,14 +981,15 @@ fn matrices_of(config: &ModelSpec, schemes: &Schemes, options: &LoadOptions) -> 
         matrices.products.extend(dense_of(layer));
         matrices.gated.extend(gate_proj.iter().chain(up_proj));
     }
+    matrices.products.extend(of_per_layer.into_iter().flat_map(PerLayerSchemes::products));
     matrices
 }
 
 /// The schemes of a layer's matrices apart from those of experts.
 fn dense_of(layer: &Projections<Scheme>) -> impl Iterator<Item = &Scheme> {
     let Projections { q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj, .. } = layer;
-    let optional = [v_proj, gate_proj, up_proj, down_proj];
-    [q_proj, k_proj, o_proj].into_iter().chain(optional.into_iter().flatten())
+    let optional = [k_proj, v_proj, gate_proj, up_proj, down_proj];
+    [q_proj, o_proj].into_iter().chain(optional.into_iter().flatten())
 }
 
 /// Sums of the squares of the inputs of a layer's matrices, for calibration.

@@ -11,8 +11,8 @@ use std::fmt;
 use super::offload::OffloadLimits;
 use super::rope::RopeSpec;
 use super::self_test::{self, TestedExperts};
-use super::spec::{AttentionHeads, LayerSpec, Mixture, ModelSpec, each_once};
-use super::tensors::{Layer, ModelTensors, Projections, TensorSpec};
+use super::spec::{AttentionHeads, LayerSpec, Mixture, ModelSpec, PerLayerInputs, each_once};
+use super::tensors::{Layer, ModelTensors, PerLayerEmbeddings, PerLayerMatrices, Projections, TensorSpec};
 use super::vision::TowerRequest;
 use super::weights::Weights;
 use super::{ImageLimits, KvLimits, KvPool, Limits, MAX_BIASES, first_seen};
@@ -64,6 +64,23 @@ pub struct Schemes {
     /// The matrix of the logits; `None` = the embedding.
     pub lm_head: Option<Scheme>,
     pub layers: Vec<Projections<Scheme>>,
+    /// The table of per-layer embeddings, the matrix of their product, and the matrices of each layer.
+    pub per_layer: Option<PerLayerSchemes>,
+}
+
+/// The schemes of the matrices of per-layer embeddings.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct PerLayerSchemes {
+    pub embedding: Scheme,
+    pub projection: Scheme,
+    pub layers: Vec<PerLayerMatrices<Scheme>>,
+}
+
+impl PerLayerSchemes {
+    /// The schemes of the matrices that activations are multiplied by.
+    pub(super) fn products(&self) -> impl Iterator<Item = &Scheme> {
+        [&self.projection].into_iter().chain(self.layers.iter().flat_map(PerLayerMatrices::iter))
+    }
 }
 
 impl Schemes {
@@ -75,10 +92,19 @@ impl Schemes {
                 layer.projections.as_ref().try_map(|tensor| in_mode(mode.projections(), tensor))
             });
         let layers = layers.collect::<Result<_, _>>()?;
-        let ModelTensors { embed_tokens, lm_head, .. } = &weights.tensors;
-        let of_vocabulary = |tensor| in_mode(mode.embedding(), tensor);
+        let ModelTensors { embed_tokens, lm_head, per_layer, .. } = &weights.tensors;
+        let of_vocabulary = |tensor: &Tensor<'_>| in_mode(mode.embedding(), tensor);
         let lm_head = lm_head.as_ref().map(of_vocabulary).transpose()?;
-        Ok(Schemes { embedding: of_vocabulary(embed_tokens)?, lm_head, layers })
+        let matrices = weights.tensors.layers.iter().map(|layer| layer.per_layer.as_ref());
+        let of_per_layer = |tensors: &PerLayerEmbeddings<Tensor<'_>>| -> Result<_, CheckpointError> {
+            Ok(PerLayerSchemes {
+                embedding: of_vocabulary(&tensors.embed_tokens_per_layer)?,
+                projection: tensors.per_layer_model_projection.scheme()?,
+                layers: matrices.map(|layer| layer.try_map(Tensor::scheme)).collect::<Result<_, _>>()?,
+            })
+        };
+        let per_layer = per_layer.as_ref().map(of_per_layer).transpose()?;
+        Ok(Schemes { embedding: of_vocabulary(embed_tokens)?, lm_head, layers, per_layer })
     }
 
     /// The scheme of the matrix that computes the logits.
@@ -89,10 +115,13 @@ impl Schemes {
     /// Each scheme once, the embedding's first.
     pub fn distinct(&self) -> Vec<Scheme> {
         let of_layers = self.layers.iter().flat_map(Projections::iter);
-        each_once([&self.embedding].into_iter().chain(&self.lm_head).chain(of_layers).copied())
+        let per_layer = self.per_layer.iter().flat_map(PerLayerSchemes::products);
+        let all = [&self.embedding].into_iter().chain(&self.lm_head).chain(of_layers).chain(per_layer);
+        each_once(all.copied())
     }
 
-    /// The schemes of a model whose layers all have the same ones: for attention, feed-forward network and embedding.
+    /// The schemes of a model whose layers all have the same ones: for attention, feed-forward network and embedding. The
+    /// matrices of per-layer embeddings are bf16, as in published checkpoints.
     pub fn uniform(config: &ModelSpec, attention: Scheme, ffn: Scheme, embedding: Scheme) -> Schemes {
         let layers = config.tensors.layers.iter().map(|layer| {
             layer.projections.as_ref().map(|spec| match spec.class {
@@ -101,7 +130,17 @@ impl Schemes {
             })
         });
         let lm_head = config.tensors.lm_head.is_some().then_some(embedding);
-        Schemes { embedding, lm_head, layers: layers.collect() }
+        let per_layer = config.tensors.per_layer.as_ref().map(|_| PerLayerSchemes {
+            embedding,
+            projection: Scheme::Bf16,
+            layers: config
+                .tensors
+                .layers
+                .iter()
+                .map(|l| l.per_layer.as_ref().map(|_| Scheme::Bf16))
+                .collect(),
+        });
+        Schemes { embedding, lm_head, layers: layers.collect(), per_layer }
     }
 }
 
@@ -114,7 +153,7 @@ impl fmt::Display for Schemes {
                 self.layers.iter().flat_map(of).map(|scheme| scheme.to_string()).collect();
             names.into_iter().collect::<Vec<_>>().join(" and ")
         };
-        let attention = names(|p| [p.q_proj, p.k_proj, p.o_proj].into_iter().chain(p.v_proj).collect());
+        let attention = names(|p| [p.q_proj, p.o_proj].into_iter().chain(p.k_proj).chain(p.v_proj).collect());
         let feed_forward = names(|p| [p.gate_proj, p.up_proj, p.down_proj].into_iter().flatten().collect());
         let experts = names(|p| {
             let all = [p.expert_gate_proj, p.expert_up_proj, p.expert_down_proj];
@@ -412,7 +451,10 @@ impl<'a> MemoryRequest<'a> {
             let bytes = self_test::result_bytes(&heads, experts.as_ref());
             add(Class::Staging, MemoryKind::Readback, bytes, "results of the self-test".into());
 
-            for (i, (layer, pool)) in c.layers.iter().zip(pools_of_layers(c, &limits.kv.pools)).enumerate() {
+            let pools = pools_of_layers(c, &limits.kv.pools);
+            let own =
+                c.layers.iter().zip(pools).enumerate().filter(|(_, (layer, _))| layer.kv_source.is_none());
+            for (i, (layer, pool)) in own {
                 for what in ["key", "value"] {
                     let bytes = kv_pool_bytes(&layer.heads, self.kv, &limits.kv, pool);
                     add(Class::KvCache, device, bytes, format!("layer {i} {what} cache"));
@@ -453,16 +495,31 @@ impl<'a> MemoryRequest<'a> {
             }
         };
         specs.lm_head.iter().zip(&schemes.lm_head).for_each(|head| add_matrix(head, add));
+        if let (Some(specs), Some(schemes)) = (&specs.per_layer, &schemes.per_layer) {
+            let table = &specs.embed_tokens_per_layer;
+            add_matrix((table, &schemes.embedding), add);
+            let shards = matrix(table, schemes.embedding).count();
+            add(Class::Embedding, Embedding::table_bytes(shards), table.name.clone());
+            add_matrix((&specs.per_layer_model_projection, &schemes.projection), add);
+            let norm = &specs.per_layer_projection_norm;
+            add(norm.class, vector_bytes(norm), norm.name.clone());
+        }
+        let of_layers = schemes.per_layer.iter().flat_map(|schemes| &schemes.layers);
+        let mut per_layer = of_layers.map(Some).chain(std::iter::repeat(None));
         for (layer, schemes) in specs.layers.iter().zip(&schemes.layers) {
             layer.projections.iter().zip(schemes.iter()).for_each(|matrix| add_matrix(matrix, add));
             for spec in layer.norms.iter().chain(layer.biases.iter()).chain(layer.router.iter()) {
                 add(spec.class, vector_bytes(spec), spec.name.clone());
+            }
+            if let Some(schemes) = per_layer.next().flatten() {
+                layer.per_layer.iter().zip(schemes.iter()).for_each(|matrix| add_matrix(matrix, add));
             }
         }
     }
 
     /// The activations of a step, each large enough for both models.
     pub(super) fn activation_bytes(&self) -> Vec<(&'static str, u64)> {
+        let of_per_layer = self.per_layer_bytes();
         let of = |config: &'a ModelSpec| {
             let floats = activations(config, self.batch_tokens())
                 .map(|(name, rows, width)| (name, Activations::bytes(rows, width)));
@@ -472,12 +529,27 @@ impl<'a> MemoryRequest<'a> {
                 .mixture
                 .iter()
                 .flat_map(|mixture| expert_activations(config, mixture, self.batch_tokens()));
-            floats.into_iter().chain(blocks).chain(of_experts)
+            floats.into_iter().chain(blocks).chain(of_per_layer.clone()).chain(of_experts)
         };
         let mut largest: Vec<_> = of(self.config).collect();
         for (_, config, _) in self.models() {
             for (most, (_, bytes)) in largest.iter_mut().zip(of(config)) {
                 most.1 = most.1.max(bytes);
+            }
+        }
+        largest
+    }
+
+    /// The activations of per-layer embeddings, if one of the models has some.
+    fn per_layer_bytes(&self) -> Vec<(&'static str, u64)> {
+        let mut largest: Vec<(&str, u64)> = Vec::new();
+        let models = self.models().filter_map(|(_, config, _)| Some((config, config.per_layer?)));
+        for of_model in
+            models.map(|(config, per_layer)| per_layer_activations(config, &per_layer, self.batch_tokens()))
+        {
+            largest.resize(of_model.len(), ("", 0));
+            for (most, (name, bytes)) in largest.iter_mut().zip(of_model) {
+                *most = (name, most.1.max(bytes));
             }
         }
         largest
@@ -643,16 +715,16 @@ impl<'a> MemoryRequest<'a> {
     /// Bytes of KV cache per token of a sequence, in layers without a window.
     pub fn kv_bytes_per_token(&self) -> u64 {
         let layers = self.models().flat_map(|(_, config, _)| &config.layers);
-        let full = layers.filter(|layer| layer.window.is_none());
+        let full = layers.filter(|layer| layer.window.is_none() && layer.kv_source.is_none());
         full.map(|layer| 2 * kv_block_bytes(&layer.heads, self.kv, 1)).sum()
     }
 
     /// Most bytes of KV cache that one sequence of `context` tokens takes in layers with a window.
     pub fn window_bytes(&self, context: usize) -> u64 {
         let pools = self.pools(context, 1);
-        let in_layer = |(layer, pool): (&LayerSpec, usize)| match layer.window {
-            None => 0,
-            Some(_) => {
+        let in_layer = |(layer, pool): (&LayerSpec, usize)| match (layer.window, layer.kv_source) {
+            (None, _) | (_, Some(_)) => 0,
+            (Some(_), None) => {
                 let block = kv_block_bytes(&layer.heads, self.kv, self.block_size);
                 2 * pools[pool].blocks as u64 * block
             }
@@ -742,6 +814,24 @@ pub(super) fn quantized(c: &ModelSpec, tokens: usize) -> [(&'static str, usize, 
         ("final rows (int8)", LOGIT_ROWS, c.hidden_size),
     ]
 }
+
+/// The activations of per-layer embeddings, by name and bytes, in the order of `PerLayerScratch`.
+pub(super) fn per_layer_activations(
+    c: &ModelSpec,
+    PerLayerInputs { width, .. }: &PerLayerInputs,
+    tokens: usize,
+) -> [(&'static str, u64); 4] {
+    let all = Activations::bytes(tokens, c.layers.len() * width);
+    [
+        (PER_LAYER_INPUTS, all),
+        ("per-layer products", all),
+        ("per-layer gate", Activations::bytes(tokens, *width)),
+        ("per-layer gated (int8)", Quantized::bytes(tokens, *width)),
+    ]
+}
+
+/// The name of the first of [`per_layer_activations`].
+pub(super) const PER_LAYER_INPUTS: &str = "per-layer embeddings";
 
 /// The activations of experts, by name and bytes, in the order of `ExpertScratch`. A draft model has none.
 pub(super) fn expert_activations(
@@ -866,13 +956,13 @@ pub(super) fn step_input_sum(limits: &Limits) -> u64 {
 /// Multiply-adds of a layer's matrices before attention for one token.
 pub(super) fn projection_macs_per_token(layer: &Layer<TensorSpec>) -> u64 {
     let Projections { q_proj, k_proj, v_proj, .. } = &layer.projections;
-    [q_proj, k_proj].into_iter().chain(v_proj).map(TensorSpec::elements).sum()
+    [q_proj].into_iter().chain(k_proj).chain(v_proj).map(TensorSpec::elements).sum()
 }
 
 /// Multiply-adds of a layer's matrices for one token, which uses some of the experts.
 pub(super) fn macs_per_token(c: &ModelSpec, layer: &Layer<TensorSpec>) -> u64 {
     let macs = |spec: &TensorSpec| (spec.elements() as f64 * c.share_per_token(spec)) as u64;
-    layer.projections.iter().map(macs).sum()
+    layer.projections.iter().chain(layer.per_layer.iter()).map(macs).sum()
 }
 
 /// The schemes that each mode of `--quantize` gives a checkpoint, by option.

@@ -45,8 +45,12 @@ pub struct ModelSpec {
     /// Number of rows of the embedding; the tokenizer may know fewer ids.
     pub vocab_size: usize,
     pub hidden_size: usize,
-    /// The width of dense feed-forward networks.
+    /// The largest width of dense feed-forward networks.
     pub intermediate_size: usize,
+    /// The embeddings that every layer has of a token, besides the one that enters the first layer.
+    pub per_layer: Option<PerLayerInputs>,
+    /// Names of tensors that a checkpoint may have and no layer uses, without the prefix of the language model.
+    pub unused_tensors: Vec<String>,
     pub mixture: Option<Mixture>,
     /// The tower that reads images, if the config describes one, or why it cannot be computed. A checkpoint may lack its
     /// tensors.
@@ -76,6 +80,20 @@ pub struct ModelSpec {
     pub bos_token_id: Option<u32>,
 }
 
+/// The embeddings that every layer has of a token. They are the sum of a row of a table and of a product with the embedding
+/// that enters the first layer, which is normed.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct PerLayerInputs {
+    /// Elements in one layer.
+    pub width: usize,
+    /// Factor of the rows of the table.
+    pub embed_scale: f32,
+    /// Factor of the product.
+    pub projection_scale: f32,
+    /// Factor of the sum.
+    pub sum_scale: f32,
+}
+
 /// What distinguishes one layer from the others.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct LayerSpec {
@@ -86,6 +104,10 @@ pub struct LayerSpec {
     pub heads: AttentionHeads,
     /// Whether `k_proj` computes the values too: they are the keys before norm and RoPE.
     pub has_values_of_keys: bool,
+    /// The earlier layer whose keys and values this layer uses, in place of its own. It has the same window and heads.
+    pub kv_source: Option<usize>,
+    /// The width of the dense feed-forward network.
+    pub intermediate_size: usize,
     pub feed_forward: FeedForward,
 }
 
@@ -236,7 +258,9 @@ impl LayerSpec {
             q_width: self.heads.q_width(),
             kv_width: self.heads.kv_width(),
             head_dim: self.heads.head_dim,
-            has_v_proj: !self.has_values_of_keys,
+            has_k_proj: self.kv_source.is_none(),
+            has_v_proj: self.kv_source.is_none() && !self.has_values_of_keys,
+            intermediate_size: self.intermediate_size,
             has_mlp: self.feed_forward != FeedForward::Experts,
             has_experts: self.feed_forward != FeedForward::Dense,
         }

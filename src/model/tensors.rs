@@ -38,6 +38,10 @@ pub enum Role {
     Bias,
     /// The matrix of a router.
     Router,
+    /// A matrix whose rows have an embedding for each layer.
+    PerLayerEmbedding,
+    /// A matrix between these embeddings and the residual stream. No mode of quantization changes it.
+    PerLayerMatrix,
     /// Factors whose name has no ending: of the result of a layer, of a router's input, of the results of experts.
     Factors,
 }
@@ -174,10 +178,11 @@ macro_rules! one_value_each {
 
 one_value_each! {
     /// One value for each matrix of a layer, and for the matrices of all its experts. Without `v_proj`, the values are
-    /// what `k_proj` computes. A layer has a dense feed-forward network, experts, or both.
+    /// what `k_proj` computes. Without both, the layer uses the keys and values of another one. A layer has a dense
+    /// feed-forward network, experts, or both.
     Projections {
         q_proj: Always,
-        k_proj: Always,
+        k_proj: Optional,
         v_proj: Optional,
         o_proj: Always,
         gate_proj: Optional,
@@ -203,6 +208,22 @@ one_value_each! {
         post_feedforward_layernorm_1: Optional,
         pre_feedforward_layernorm_2: Optional,
         post_feedforward_layernorm_2: Optional,
+        post_per_layer_input_norm: Optional,
+    }
+}
+
+one_value_each! {
+    /// One value for each matrix between a layer's part of the per-layer embeddings and the residual stream.
+    PerLayerMatrices { per_layer_input_gate: Optional, per_layer_projection: Optional }
+}
+
+one_value_each! {
+    /// One value for each tensor that computes the per-layer embeddings of a token: a row for each token, a matrix that
+    /// multiplies the token's embedding, and the norm of that product in each layer.
+    PerLayerEmbeddings {
+        embed_tokens_per_layer: Always,
+        per_layer_model_projection: Always,
+        per_layer_projection_norm: Always,
     }
 }
 
@@ -257,6 +278,7 @@ pub struct Layer<M, N = M, B = N, S = N, R = B> {
     pub biases: Biases<B>,
     pub scalars: Scalars<S>,
     pub router: RouterTensors<R>,
+    pub per_layer: PerLayerMatrices<M>,
 }
 
 impl<T> Layer<T> {
@@ -266,7 +288,8 @@ impl<T> Layer<T> {
             norms: self.norms.map(&mut f),
             biases: self.biases.map(&mut f),
             scalars: self.scalars.map(&mut f),
-            router: self.router.map(f),
+            router: self.router.map(&mut f),
+            per_layer: self.per_layer.map(f),
         }
     }
 
@@ -277,6 +300,7 @@ impl<T> Layer<T> {
             biases: self.biases.zip(other.biases),
             scalars: self.scalars.zip(other.scalars),
             router: self.router.zip(other.router),
+            per_layer: self.per_layer.zip(other.per_layer),
         }
     }
 
@@ -287,13 +311,16 @@ impl<T> Layer<T> {
             biases: self.biases.as_ref(),
             scalars: self.scalars.as_ref(),
             router: self.router.as_ref(),
+            per_layer: self.per_layer.as_ref(),
         }
     }
 
-    /// The values of the matrices, then those of the norms, of the biases, of the numbers and of the router.
+    /// The values of the matrices, then those of the norms, of the biases, of the numbers, of the router, and of the
+    /// matrices of per-layer embeddings.
     pub fn iter(&self) -> impl Iterator<Item = &T> {
         let vectors = self.norms.iter().chain(self.biases.iter());
-        self.projections.iter().chain(vectors).chain(self.scalars.iter()).chain(self.router.iter())
+        let others = self.scalars.iter().chain(self.router.iter()).chain(self.per_layer.iter());
+        self.projections.iter().chain(vectors).chain(others)
     }
 }
 
@@ -328,28 +355,30 @@ impl Names {
 impl Layer<Names> {
     /// The Hugging Face name of a tensor of a GGUF file, whose name there ends with `what`.
     pub fn of_gguf(&self, name: &str, what: &str) -> Option<String> {
-        let Layer { projections, norms, biases, scalars, router } = self;
+        let Layer { projections, norms, biases, scalars, router, per_layer } = self;
         let factors = scalars.iter().chain(&router.scale).chain(&router.per_expert_scale);
         let whole = format!("{name}.{what}");
         if let Some(names) = factors.into_iter().find(|names| names.gguf == whole) {
             return Some(names.hugging_face.to_owned());
         }
         let vectors = norms.iter().chain(biases.iter());
-        let matrices = projections.iter().chain(&router.proj);
+        let matrices = projections.iter().chain(&router.proj).chain(per_layer.iter());
         let names = matrices.chain(vectors).find(|names| names.gguf == name)?;
         Some(format!("{}.{what}", names.hugging_face))
     }
 }
 
-/// The sizes of one layer's attention.
+/// The sizes of one layer.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct LayerSizes {
     /// Elements of a token's queries and of its keys, and of one head.
     pub q_width: usize,
     pub kv_width: usize,
     pub head_dim: usize,
-    /// Whether the layer has a matrix for values.
+    /// Whether the layer has a matrix for keys, and one for values.
+    pub has_k_proj: bool,
     pub has_v_proj: bool,
+    pub intermediate_size: usize,
     /// Whether the layer has a dense feed-forward network, and whether it has experts.
     pub has_mlp: bool,
     pub has_experts: bool,
@@ -359,10 +388,11 @@ pub(super) struct LayerSizes {
 pub(super) struct Sizes {
     pub vocab_size: usize,
     pub hidden_size: usize,
-    pub intermediate_size: usize,
     pub tie_word_embeddings: bool,
     /// The number of experts of a layer, and the width of each; (0, 0) without experts.
     pub experts: (usize, usize),
+    /// The width of per-layer embeddings in one layer, and the number of ids that have some.
+    pub per_layer: Option<(usize, usize)>,
 }
 
 impl ModelTensors<TensorSpec> {
@@ -384,14 +414,55 @@ impl ModelTensors<TensorSpec> {
             let shape = vec![sizes.vocab_size, sizes.hidden_size];
             of(name, shape, "vocab_size, hidden_size", role, Class::Embedding)
         };
-        let layers = layers.enumerate();
+        let layers: Vec<_> = layers.enumerate().collect();
+        let per_layer = sizes.per_layer.map(|(width, vocab_size)| {
+            let all = layers.len() * width;
+            let matrix = |name: &str, shape: [usize; 2], words, role, class| {
+                of(name, shape.to_vec(), words, role, class)
+            };
+            PerLayerEmbeddings {
+                embed_tokens_per_layer: matrix(
+                    "embed_tokens_per_layer",
+                    [vocab_size, all],
+                    "vocab_size_per_layer_input, num_hidden_layers * hidden_size_per_layer_input",
+                    Role::PerLayerEmbedding,
+                    Class::PerLayerEmbedding,
+                ),
+                per_layer_model_projection: matrix(
+                    "per_layer_model_projection",
+                    [all, sizes.hidden_size],
+                    "num_hidden_layers * hidden_size_per_layer_input, hidden_size",
+                    Role::PerLayerMatrix,
+                    Class::Ffn,
+                ),
+                per_layer_projection_norm: of(
+                    "per_layer_projection_norm",
+                    vec![width],
+                    "hidden_size_per_layer_input",
+                    Role::Norm,
+                    Class::Norms,
+                ),
+            }
+        });
         ModelTensors {
             embed_tokens: vocabulary("embed_tokens", Role::Embedding),
             norm: of("norm", vec![sizes.hidden_size], "hidden_size", Role::Norm, Class::Norms),
             lm_head: (!sizes.tie_word_embeddings).then(|| vocabulary("lm_head", Role::Head)),
-            layers: layers.map(|(layer, own)| Layer::of(names, sizes, layer, own)).collect(),
+            per_layer,
+            layers: layers.into_iter().map(|(layer, own)| Layer::of(names, sizes, layer, own)).collect(),
         }
     }
+}
+
+/// The names of tensors of keys and values in layers that use those of other layers: some checkpoints have them, and no
+/// model uses them.
+pub(super) fn unused_tensors(names: &Layer<Names>, layers: impl Iterator<Item = LayerSizes>) -> Vec<String> {
+    let unused = [&names.projections.k_proj, &names.projections.v_proj, &names.norms.k_norm];
+    let of_layer = |(layer, own): (usize, LayerSizes)| {
+        let names = unused.into_iter().flatten().filter(move |_| !own.has_k_proj);
+        names.map(move |names| format!("layers.{layer}.{}.weight", names.hugging_face))
+    };
+    layers.enumerate().flat_map(of_layer).collect()
 }
 
 impl Layer<TensorSpec> {
@@ -400,9 +471,9 @@ impl Layer<TensorSpec> {
         const Q_ROWS: &str = "num_attention_heads * head_dim, hidden_size";
         const KV_ROWS: &str = "num_key_value_heads * head_dim, hidden_size";
         const FFN_ROWS: &str = "intermediate_size, hidden_size";
-        let &Sizes { hidden_size: hidden, intermediate_size: ffn, experts: (experts, expert_ffn), .. } =
-            sizes;
-        let LayerSizes { q_width: q, kv_width: kv, head_dim, has_v_proj, has_mlp, has_experts } = own;
+        let &Sizes { hidden_size: hidden, experts: (experts, expert_ffn), .. } = sizes;
+        let LayerSizes { q_width: q, kv_width: kv, head_dim, intermediate_size: ffn, .. } = own;
+        let LayerSizes { has_k_proj, has_v_proj, has_mlp, has_experts, .. } = own;
         let matrix = |rows, cols, shape_in_config, input, class| {
             (vec![rows, cols], shape_in_config, Role::Projection(input), class)
         };
@@ -417,6 +488,10 @@ impl Layer<TensorSpec> {
         if !has_v_proj {
             names.projections.v_proj = None;
         }
+        if !has_k_proj {
+            names.projections.k_proj = None;
+            names.norms.k_norm = None;
+        }
         if !has_mlp {
             let Projections { gate_proj, up_proj, down_proj, .. } = &mut names.projections;
             [gate_proj, up_proj, down_proj].into_iter().for_each(|name| *name = None);
@@ -428,12 +503,13 @@ impl Layer<TensorSpec> {
             of_experts.into_iter().for_each(|name| *name = None);
             names.router = RouterTensors { proj: None, scale: None, per_expert_scale: None };
         }
-        let Layer { projections, norms: has, biases, scalars, router } = &names;
+        let Layer { projections, norms: has, biases, scalars, router, per_layer } = &names;
+        let per_layer_width = sizes.per_layer.map_or(0, |(width, _)| width);
         const EXPERT_ROWS: &str = "num_experts, moe_intermediate_size, hidden_size";
         let shapes = Layer {
             projections: Projections {
                 q_proj: matrix(q, hidden, Q_ROWS, Qkv, Class::Attention),
-                k_proj: matrix(kv, hidden, KV_ROWS, Qkv, Class::Attention),
+                k_proj: projections.k_proj.map(|_| matrix(kv, hidden, KV_ROWS, Qkv, Class::Attention)),
                 v_proj: projections.v_proj.map(|_| matrix(kv, hidden, KV_ROWS, Qkv, Class::Attention)),
                 o_proj: matrix(
                     hidden,
@@ -476,6 +552,7 @@ impl Layer<TensorSpec> {
                 post_feedforward_layernorm_2: has
                     .post_feedforward_layernorm_2
                     .map(|_| norm(hidden, "hidden_size")),
+                post_per_layer_input_norm: has.post_per_layer_input_norm.map(|_| norm(hidden, "hidden_size")),
             },
             biases: Biases {
                 q_proj: biases.q_proj.map(|_| bias(q, "num_attention_heads * head_dim")),
@@ -489,6 +566,16 @@ impl Layer<TensorSpec> {
                     .map(|_| (vec![experts, hidden], "num_experts, hidden_size", Role::Router, Class::Norms)),
                 scale: router.scale.map(|_| factors(hidden, "hidden_size")),
                 per_expert_scale: router.per_expert_scale.map(|_| factors(experts, "num_experts")),
+            },
+            per_layer: PerLayerMatrices {
+                per_layer_input_gate: per_layer.per_layer_input_gate.map(|_| {
+                    const ROWS: &str = "hidden_size_per_layer_input, hidden_size";
+                    (vec![per_layer_width, hidden], ROWS, Role::PerLayerMatrix, Class::Ffn)
+                }),
+                per_layer_projection: per_layer.per_layer_projection.map(|_| {
+                    const ROWS: &str = "hidden_size, hidden_size_per_layer_input";
+                    (vec![hidden, per_layer_width], ROWS, Role::PerLayerMatrix, Class::Ffn)
+                }),
             },
         };
         names.zip(shapes).map(|(names, (shape, shape_in_config, role, class))| TensorSpec {
@@ -510,13 +597,16 @@ pub struct ModelTensors<T> {
     pub norm: T,
     /// The matrix of the logits; `None` = the embedding.
     pub lm_head: Option<T>,
+    /// What computes the per-layer embeddings of a token.
+    pub per_layer: Option<PerLayerEmbeddings<T>>,
     pub layers: Vec<Layer<T>>,
 }
 
 impl<T> ModelTensors<T> {
     /// The values outside of the layers.
     fn shared(&self) -> impl Iterator<Item = &T> {
-        [&self.embed_tokens, &self.norm].into_iter().chain(&self.lm_head)
+        let per_layer = self.per_layer.iter().flat_map(PerLayerEmbeddings::iter);
+        [&self.embed_tokens, &self.norm].into_iter().chain(&self.lm_head).chain(per_layer)
     }
 
     pub fn iter(&self) -> impl Iterator<Item = &T> {
@@ -528,6 +618,7 @@ impl<T> ModelTensors<T> {
             embed_tokens: f(self.embed_tokens),
             norm: f(self.norm),
             lm_head: self.lm_head.map(&mut f),
+            per_layer: self.per_layer.map(|per_layer| per_layer.map(&mut f)),
             layers: self.layers.into_iter().map(|layer| layer.map(&mut f)).collect(),
         }
     }
@@ -537,6 +628,7 @@ impl<T> ModelTensors<T> {
             embed_tokens: &self.embed_tokens,
             norm: &self.norm,
             lm_head: self.lm_head.as_ref(),
+            per_layer: self.per_layer.as_ref().map(PerLayerEmbeddings::as_ref),
             layers: self.layers.iter().map(Layer::as_ref).collect(),
         }
     }
@@ -553,10 +645,12 @@ impl<T> ModelTensors<T> {
     pub fn zip<U>(self, other: ModelTensors<U>) -> ModelTensors<(T, U)> {
         assert_eq!(self.layers.len(), other.layers.len(), "layers");
         assert_eq!(self.lm_head.is_some(), other.lm_head.is_some(), "heads");
+        assert_eq!(self.per_layer.is_some(), other.per_layer.is_some(), "per-layer embeddings");
         ModelTensors {
             embed_tokens: (self.embed_tokens, other.embed_tokens),
             norm: (self.norm, other.norm),
             lm_head: self.lm_head.zip(other.lm_head),
+            per_layer: self.per_layer.zip(other.per_layer).map(|(a, b)| a.zip(b)),
             layers: self.layers.into_iter().zip(other.layers).map(|(a, b)| a.zip(b)).collect(),
         }
     }

@@ -63,7 +63,7 @@ impl Trial {
                 _ => ProductKind::Plain,
             };
             all.extend(gate_proj.into_iter().chain(up_proj).map(|one| of(pair, one)));
-            let others = [q_proj, k_proj, o_proj].into_iter().chain(v_proj).chain(down_proj);
+            let others = [q_proj, o_proj].into_iter().chain(k_proj).chain(v_proj).chain(down_proj);
             all.extend(others.map(|one| of(ProductKind::Plain, one)));
         }
         all.retain(|(_, scheme, _)| Precision::Fast.quantizes(*scheme));

@@ -10,10 +10,12 @@
 //! of integer matrices to int8 as `fast` does, and keys and values to int8. A device may deviate by the difference
 //! between the two passes, times [`MARGIN`].
 
+use std::collections::HashMap;
+
 use rayon::prelude::*;
 
 use super::spec::{LayerSpec, Mixture, ModelSpec, NormWeight};
-use super::tensors::{Layer, Norms, Projections};
+use super::tensors::{Layer, PerLayerMatrices, Projections};
 use super::weights::Weights;
 use crate::checkpoint::{Checkpoint, CheckpointError, Deviation, Expected, LayerValues, Tensor};
 use crate::kernels::{Experts, HiddenAct};
@@ -65,8 +67,10 @@ pub fn values_of(
         hidden.push(row.into_iter().map(|x| f64::from(x) * scale).collect());
     }
     keep(&hidden);
-    for (layer, spec) in weights.tensors.layers.iter().zip(&config.layers) {
-        twin.layer(layer, spec, &mut hidden)?;
+    let per_layer = twin.per_layer_embeddings(weights, &tokens, &hidden)?;
+    let mut cache = Cache::new();
+    for (i, (layer, spec)) in weights.tensors.layers.iter().zip(&config.layers).enumerate() {
+        twin.layer(layer, (i, spec), &per_layer, &mut cache, &mut hidden)?;
         keep(&hidden);
         each(layer.projections.iter().map(|tensor| tensor.stored_bytes()).sum());
         // Each tensor is read only once, and the file may be as large as memory.
@@ -104,6 +108,9 @@ fn prompt(config: &ModelSpec) -> Vec<u32> {
     std::iter::once(first).chain((1..TOKENS.min(config.max_position_embeddings)).map(id)).collect()
 }
 
+/// The keys and values of layers, by the layer's number.
+type Cache = HashMap<usize, [Vec<Vec<f64>>; 2]>;
+
 /// Rows of activations: first those of the exact pass, then those of the rounded pass.
 #[derive(Clone, Copy)]
 struct Twin<'a> {
@@ -117,12 +124,18 @@ impl Twin<'_> {
     fn layer(
         &self,
         layer: &Layer<Tensor<'_>>,
-        spec: &LayerSpec,
+        (index, spec): (usize, &LayerSpec),
+        per_layer: &[Vec<f64>],
+        cache: &mut Cache,
         hidden: &mut [Vec<f64>],
     ) -> Result<(), CheckpointError> {
         let Layer { projections, norms, .. } = layer;
         let normed = self.normed(hidden, &norms.input_layernorm)?;
-        let attended = self.attention(layer, spec, &normed)?;
+        if spec.kv_source.is_none() {
+            cache.insert(index, self.keys_and_values(layer, spec, &normed)?);
+        }
+        let [keys, values] = &cache[&spec.kv_source.unwrap_or(index)];
+        let attended = self.attention(layer, spec, &normed, [keys, values])?;
         let result = self.product(&projections.o_proj, &attended)?;
         add(hidden, &self.post_normed(result, norms.post_attention_layernorm.as_ref())?);
         let normed = self.normed(hidden, &norms.pre_feedforward_layernorm)?;
@@ -140,11 +153,43 @@ impl Twin<'_> {
             add(&mut result, &self.post_normed(sum, norms.post_feedforward_layernorm_2.as_ref())?);
         }
         add(hidden, &self.post_normed(result, norms.post_feedforward_layernorm.as_ref())?);
+        let PerLayerMatrices { per_layer_input_gate, per_layer_projection } = &layer.per_layer;
+        if let (Some(gate), Some(projection)) = (per_layer_input_gate, per_layer_projection) {
+            let gate = self.product(gate, hidden)?;
+            let width = gate[0].len();
+            let own: Vec<_> = per_layer.iter().map(|row| row[index * width..][..width].to_vec()).collect();
+            let result = self.product(projection, &self.gated(gate, &own))?;
+            add(hidden, &self.post_normed(result, norms.post_per_layer_input_norm.as_ref())?);
+        }
         if let Some(scalar) = &layer.scalars.layer_scalar {
             let scalar = f64::from(self.checkpoint.read_f32(scalar)?[0]);
             hidden.iter_mut().flatten().for_each(|x| *x *= scalar);
         }
         Ok(())
+    }
+
+    /// The per-layer embeddings of each row of the embeddings in `hidden`, whose ids are `tokens`.
+    fn per_layer_embeddings(
+        &self,
+        weights: &Weights<'_>,
+        tokens: &[u32],
+        hidden: &[Vec<f64>],
+    ) -> Result<Vec<Vec<f64>>, CheckpointError> {
+        let (Some(inputs), Some(tensors)) = (self.config.per_layer, &weights.tensors.per_layer) else {
+            return Ok(Vec::new());
+        };
+        let [embed, project, sum] =
+            [inputs.embed_scale, inputs.projection_scale, inputs.sum_scale].map(f64::from);
+        let weight = self.norm_weight(&tensors.per_layer_projection_norm)?;
+        let mut all = self.product(&tensors.per_layer_model_projection, hidden)?;
+        for (row, id) in all.iter_mut().zip(tokens.iter().chain(tokens)) {
+            row.iter_mut().for_each(|x| *x *= project);
+            row.chunks_exact_mut(inputs.width)
+                .for_each(|own| normalize(own, &weight, self.config.norm_eps.into()));
+            let of_table = tensors.embed_tokens_per_layer.rows_f32(*id as usize..*id as usize + 1)?;
+            row.iter_mut().zip(of_table).for_each(|(x, table)| *x = (*x + f64::from(table) * embed) * sum);
+        }
+        Ok(all)
     }
 
     /// Activated gate products times up products.
@@ -237,46 +282,25 @@ impl Twin<'_> {
         Ok(sums)
     }
 
-    fn attention(
+    /// The keys and values of a layer.
+    fn keys_and_values(
         &self,
         layer: &Layer<Tensor<'_>>,
         spec: &LayerSpec,
         normed: &[Vec<f64>],
-    ) -> Result<Vec<Vec<f64>>, CheckpointError> {
+    ) -> Result<[Vec<Vec<f64>>; 2], CheckpointError> {
         let c = self.config;
         let dim = spec.heads.head_dim;
-        let window = spec.window.unwrap_or(usize::MAX);
-        let rope = &c.ropes[spec.rope];
-        let (frequencies, factor) = (rope.frequencies(dim), rope.attention_factor());
-        let Projections { q_proj, k_proj, v_proj, .. } = &layer.projections;
-        let Norms { q_norm, k_norm, .. } = &layer.norms;
-        let mut queries = self.product(q_proj, normed)?;
-        let mut keys = self.product(k_proj, normed)?;
+        let Projections { k_proj, v_proj, .. } = &layer.projections;
+        let mut keys = self.product(k_proj.as_ref().expect("a layer with keys of its own"), normed)?;
         let mut values = match v_proj {
             Some(v_proj) => self.product(v_proj, normed)?,
             None => keys.clone(),
         };
         let biases = layer.biases.as_ref();
-        for (rows, bias) in
-            [(&mut queries, biases.q_proj), (&mut keys, biases.k_proj), (&mut values, biases.v_proj)]
-        {
-            let Some(bias) = bias else { continue };
-            let bias = self.checkpoint.read_f32(bias)?;
-            for row in rows.iter_mut() {
-                row.iter_mut().zip(&bias).for_each(|(x, bias)| *x += f64::from(*bias));
-            }
-        }
-        for (rows, norm) in [(&mut queries, q_norm), (&mut keys, k_norm)] {
-            let weight = norm.as_ref().map(|norm| self.norm_weight(norm)).transpose()?;
-            for (row, of_token) in rows.iter_mut().enumerate() {
-                for head in of_token.chunks_exact_mut(dim) {
-                    if let Some(weight) = &weight {
-                        normalize(head, weight, c.norm_eps.into());
-                    }
-                    rotate(head, row % self.tokens, &frequencies, factor);
-                }
-            }
-        }
+        self.add_bias(&mut keys, biases.k_proj)?;
+        self.add_bias(&mut values, biases.v_proj)?;
+        self.norm_and_rotate(&mut keys, layer.norms.k_norm.as_ref(), spec)?;
         if c.has_value_norm {
             let ones = vec![1.0; dim];
             for head in values.iter_mut().flat_map(|row| row.chunks_exact_mut(dim)) {
@@ -286,7 +310,53 @@ impl Twin<'_> {
         for rows in [&mut keys, &mut values] {
             rows[self.tokens..].iter_mut().flat_map(|row| row.chunks_exact_mut(dim)).for_each(round_head);
         }
-        let scale = c.score_scale;
+        Ok([keys, values])
+    }
+
+    fn add_bias(&self, rows: &mut [Vec<f64>], bias: Option<&Tensor<'_>>) -> Result<(), CheckpointError> {
+        let Some(bias) = bias else { return Ok(()) };
+        let bias = self.checkpoint.read_f32(bias)?;
+        for row in rows {
+            row.iter_mut().zip(&bias).for_each(|(x, bias)| *x += f64::from(*bias));
+        }
+        Ok(())
+    }
+
+    /// The norm of each head, if there is one, and its RoPE.
+    fn norm_and_rotate(
+        &self,
+        rows: &mut [Vec<f64>],
+        norm: Option<&Tensor<'_>>,
+        spec: &LayerSpec,
+    ) -> Result<(), CheckpointError> {
+        let dim = spec.heads.head_dim;
+        let rope = &self.config.ropes[spec.rope];
+        let (frequencies, factor) = (rope.frequencies(dim), rope.attention_factor());
+        let weight = norm.map(|norm| self.norm_weight(norm)).transpose()?;
+        for (row, of_token) in rows.iter_mut().enumerate() {
+            for head in of_token.chunks_exact_mut(dim) {
+                if let Some(weight) = &weight {
+                    normalize(head, weight, self.config.norm_eps.into());
+                }
+                rotate(head, row % self.tokens, &frequencies, factor);
+            }
+        }
+        Ok(())
+    }
+
+    fn attention(
+        &self,
+        layer: &Layer<Tensor<'_>>,
+        spec: &LayerSpec,
+        normed: &[Vec<f64>],
+        [keys, values]: [&[Vec<f64>]; 2],
+    ) -> Result<Vec<Vec<f64>>, CheckpointError> {
+        let dim = spec.heads.head_dim;
+        let window = spec.window.unwrap_or(usize::MAX);
+        let mut queries = self.product(&layer.projections.q_proj, normed)?;
+        self.add_bias(&mut queries, layer.biases.q_proj.as_ref())?;
+        self.norm_and_rotate(&mut queries, layer.norms.q_norm.as_ref(), spec)?;
+        let scale = self.config.score_scale;
         let group = spec.heads.group();
         let attend = |row: usize| {
             let (first, position) = (row / self.tokens * self.tokens, row % self.tokens);

@@ -225,7 +225,7 @@ impl<'a> Found<'a> {
     fn check(
         &mut self,
         checkpoint: &Checkpoint,
-        ModelSpec { arch, tensors: specs, .. }: &ModelSpec,
+        ModelSpec { arch, tensors: specs, unused_tensors, .. }: &ModelSpec,
     ) -> Result<(), WeightsError> {
         if let Some(spec) = &specs.lm_head {
             for head in std::mem::take(&mut self.heads) {
@@ -258,7 +258,10 @@ impl<'a> Found<'a> {
             tensor.scheme()?;
         }
 
-        let unknown = self.by_name.iter().filter(|(name, _)| !known.contains_key(*name));
+        let unknown = self
+            .by_name
+            .iter()
+            .filter(|(name, _)| !known.contains_key(*name) && !unused_tensors.contains(*name));
         self.unexpected.extend(unknown.map(|(_, tensor)| *tensor));
         // The list is sorted, so that messages do not depend on the map's order.
         self.unexpected.sort_by_key(|t| (t.file, t.name));

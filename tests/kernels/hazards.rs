@@ -551,6 +551,7 @@ fn attention_inputs(b: &mut Bench, paged: &Paged, kv: KvDtype) -> ([Activations;
             biases: None,
             rope,
             q_scale: 0.2,
+            shares_cache: false,
             cache,
         },
     )

@@ -396,6 +396,7 @@ fn attention_over(b: &mut Bench, shape: AttentionShape, cached: &[Vec<u8>; 2]) -
         biases: None,
         rope: nothing,
         q_scale: f32::NAN,
+        shares_cache: false,
         cache,
     }
 }
@@ -895,6 +896,7 @@ fn qkv_store_normalizes_rotates_and_stores() {
                 biases: uploaded,
                 rope: table,
                 q_scale,
+                shares_cache: false,
                 cache: cache_of_layer,
             };
             // Values with a norm are the product of the keys.
@@ -1803,6 +1805,7 @@ fn a_write_beyond_a_buffer_ends_at_its_guard_page() {
         biases: None,
         rope: b.upload(&[0f32; 64 * 32]),
         q_scale: 1.0,
+        shares_cache: false,
         cache,
     };
     let after = (paged.num_blocks * shape.block_size) as u32;

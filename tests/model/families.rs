@@ -24,10 +24,11 @@ use crate::support::reference::divergence;
 use crate::support::{data, device, in_turn};
 
 const BOUND: f32 = 1e-3;
-const SETS: [&str; 11] = [
+const SETS: [&str; 12] = [
     "tiny-gemma4-12b",
     "tiny-gemma4-26b",
     "tiny-gemma4-31b",
+    "tiny-gemma4-e2b",
     "tiny-llama",
     "tiny-llama-tied",
     "tiny-mistral-null",
@@ -38,7 +39,7 @@ const SETS: [&str; 11] = [
     "tiny-qwen3-moe",
 ];
 /// One model of each family.
-const FAMILIES: [&str; 7] = [
+const FAMILIES: [&str; 8] = [
     "tiny-gemma4-31b",
     "tiny-llama",
     "tiny-mistral-window",
@@ -46,6 +47,7 @@ const FAMILIES: [&str; 7] = [
     "tiny-qwen3",
     "tiny-gemma4-26b",
     "tiny-qwen3-moe",
+    "tiny-gemma4-e2b",
 ];
 
 fn folder(set: &str) -> PathBuf {
@@ -142,6 +144,7 @@ fn gguf_files_match_the_oracle_with_their_weights() {
         ("tiny-qwen2", &["tiny-qwen2-Q8_0"]),
         ("tiny-qwen3", &["tiny-qwen3-Q4_K_M"]),
         ("tiny-gemma4-26b", &["tiny-26b-Q8_0", "tiny-26b-Q4_0"]),
+        ("tiny-gemma4-e2b", &["tiny-e2b-Q4_0"]),
         ("tiny-qwen3-moe", &["tiny-qwen3-moe-Q4_0"]),
     ] {
         let folder = folder(set).join("gguf");

@@ -18,6 +18,8 @@ fn model(layers: &[(Option<usize>, AttentionHeads)]) -> ModelSpec {
             rope: 0,
             heads,
             has_values_of_keys: false,
+            kv_source: None,
+            intermediate_size: 6912,
             feed_forward: FeedForward::Dense,
         })
         .collect();

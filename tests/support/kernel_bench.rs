@@ -106,8 +106,8 @@ pub fn device_with<T>(tile: fn(&DeviceInfo) -> Option<T>) -> Option<(Arc<Device>
 /// Kernels for every scheme.
 pub fn every_kernel(device: &Device, bodies: Tiles) -> Kernels {
     let products = [&SCHEMES[..], &STORED].concat();
-    let (embedding, tiles) = (Some(Scheme::Bf16), Some(bodies));
-    let matrices = Matrices { products, embedding, head: embedding, tiles, ..Matrices::default() };
+    let (embeddings, head) = (vec![Scheme::Bf16], Some(Scheme::Bf16));
+    let matrices = Matrices { products, embeddings, head, tiles: Some(bodies), ..Matrices::default() };
     Kernels::new(device, &matrices, &[HEADS], Precision::F32).unwrap()
 }
 
@@ -180,9 +180,9 @@ impl Bench {
     /// compile as the other kernels.
     pub fn make_tiles(&mut self, scheme: Scheme, precision: Precision, tiles: Tiles, gated: bool) {
         let gated = if gated { vec![scheme] } else { Vec::new() };
-        let (embedding, tiles) = (Some(scheme), Some(tiles));
-        let (layers, head) = (self.layers, embedding);
-        let matrices = Matrices { layers, gated, embedding, head, tiles, ..Matrices::default() };
+        let (embeddings, tiles) = (vec![scheme], Some(tiles));
+        let (layers, head) = (self.layers, Some(scheme));
+        let matrices = Matrices { layers, gated, embeddings, head, tiles, ..Matrices::default() };
         self.kernels = Kernels::new(&self.device, &matrices, &[HEADS], precision).unwrap();
     }
 

@@ -234,11 +234,16 @@ impl<'a, 'm> Keys<'a, 'm> {
     /// Reads the numbers that describe a model. Refuses a model that generates no text.
     pub fn geometry(&self) -> Result<Geometry, HeaderError> {
         let kv_heads = self.uniform("attention.head_count_kv", self.blocks()?)?;
-        self.geometry_with(kv_heads)
+        self.geometry_with(kv_heads, None)
     }
 
-    /// Like [`Keys::geometry`], for a model with these KV heads, or with as many as query heads.
-    pub fn geometry_with(&self, kv_heads: Option<u64>) -> Result<Geometry, HeaderError> {
+    /// Like [`Keys::geometry`], for a model with these KV heads, or with as many as query heads. `intermediate` is the width of
+    /// feed-forward networks if the layers differ in it.
+    pub fn geometry_with(
+        &self,
+        kv_heads: Option<u64>,
+        intermediate: Option<u64>,
+    ) -> Result<Geometry, HeaderError> {
         let blocks = self.blocks()?;
         let hidden = self.required("embedding_length")?;
         let heads = self.heads(blocks)?;
@@ -255,9 +260,12 @@ impl<'a, 'm> Keys<'a, 'm> {
         Ok(Geometry {
             blocks,
             hidden,
-            intermediate: self
-                .uniform("feed_forward_length", blocks)?
-                .ok_or_else(|| self.missing("feed_forward_length"))?,
+            intermediate: match intermediate {
+                Some(intermediate) => intermediate,
+                None => self
+                    .uniform("feed_forward_length", blocks)?
+                    .ok_or_else(|| self.missing("feed_forward_length"))?,
+            },
             heads,
             kv_heads: kv_heads.unwrap_or(heads),
             head_dim,

@@ -117,6 +117,9 @@ pub(super) fn tensor_name(arch: Option<&GgufArch>, name: &str) -> Result<String,
     match name {
         "token_embd.weight" => return Ok("model.embed_tokens.weight".into()),
         "output_norm.weight" => return Ok("model.norm.weight".into()),
+        "per_layer_token_embd.weight" => return Ok("model.embed_tokens_per_layer.weight".into()),
+        "per_layer_model_proj.weight" => return Ok("model.per_layer_model_projection.weight".into()),
+        "per_layer_proj_norm.weight" => return Ok("model.per_layer_projection_norm.weight".into()),
         "output.weight" => return Ok("lm_head.weight".into()),
         _ => {}
     }

@@ -32,6 +32,9 @@ use crate::tensor::{DType, KvDtype, Precision, Scheme, VisionMode};
 /// Constants of a product with int8 by lanes. The last one is GROUPED.
 const LANE_CONSTANTS: usize = 6;
 
+/// The scheme of the matrices of per-layer embeddings: no mode of quantization changes it.
+const PER_LAYER: Scheme = Scheme::Bf16;
+
 /// Dispatches of one kind in a step.
 #[derive(Debug, Clone)]
 pub struct StepDispatches {
@@ -86,8 +89,9 @@ impl PaperModel {
     ) -> Result<PaperModel, LoadError> {
         let specs = config.tensors.clone();
         let scheme = |spec: &TensorSpec| match spec.role {
-            Role::Embedding | Role::Head => Some(types.embedding),
+            Role::Embedding | Role::Head | Role::PerLayerEmbedding => Some(types.embedding),
             Role::Projection(_) => Some(types.projections),
+            Role::PerLayerMatrix => Some(PER_LAYER),
             Role::Norm | Role::Bias | Role::Router | Role::Factors => None,
         };
         let sizes = |spec: &TensorSpec| match scheme(spec) {
@@ -267,9 +271,13 @@ impl Costs {
             floats: !name.ends_with("_int8"),
             blocks: name.ends_with("_int8") || name.ends_with("_both"),
         };
-        let scheme = if note.label == "lm_head" { embedding } else { projections };
+        let scheme = match note.label {
+            "lm_head" => embedding,
+            label if label.starts_with("per-layer") => PER_LAYER,
+            _ => projections,
+        };
         let (what, dispatch) = match note.shader.kernel {
-            "embed" => ("embed", cost::embed(embedding, note.push::<EmbedPush>().cols as usize, x)),
+            "embed" => (note.label, cost::embed(embedding, note.push::<EmbedPush>().cols as usize, x)),
             "history" => ("history", cost::history(note.push::<HistoryPush>().tokens as usize)),
             "rms_norm" => {
                 let width = note.push::<RmsNormPush>().dim as usize;
@@ -376,7 +384,10 @@ impl Costs {
             }
             "glu" => {
                 let width = note.push::<GluPush>().width as usize;
-                ("glu", cost::glu(y, width, wants, self.layers.activation))
+                (
+                    if note.label == "gate, up" { "glu" } else { note.label },
+                    cost::glu(y, width, wants, self.layers.activation),
+                )
             }
             "softcap" => {
                 let width = note.push::<SoftcapPush>().width as usize;

@@ -91,24 +91,32 @@ pub(in crate::model) fn read(
         }
         None => (None, vec![FeedForward::Dense; num_hidden_layers]),
     };
+    let intermediate_size =
+        level.size("intermediate_size", defaults.intermediate_size, 1..=MAX_INTERMEDIATE)?;
     let sizes = Sizes {
         vocab_size,
         hidden_size,
-        intermediate_size: level.size(
-            "intermediate_size",
-            defaults.intermediate_size,
-            1..=MAX_INTERMEDIATE,
-        )?,
         tie_word_embeddings: level.flag("tie_word_embeddings")?.unwrap_or(false),
         experts: mixture.map_or((0, 0), |mixture| (mixture.experts.count, mixture.intermediate_size)),
+        per_layer: None,
     };
-    let layer = |feed_forward| LayerSpec { window, rope: 0, heads, has_values_of_keys: false, feed_forward };
+    let layer = |feed_forward| LayerSpec {
+        window,
+        rope: 0,
+        heads,
+        has_values_of_keys: false,
+        kv_source: None,
+        intermediate_size,
+        feed_forward,
+    };
     let layers: Vec<_> = of_layers.into_iter().map(layer).collect();
     Ok(ModelSpec {
         arch,
         vocab_size,
         hidden_size,
-        intermediate_size: sizes.intermediate_size,
+        intermediate_size,
+        per_layer: None,
+        unused_tensors: Vec::new(),
         vision: Ok(None),
         mixture,
         score_scale: (heads.head_dim as f64).powf(-0.5),

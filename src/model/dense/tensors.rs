@@ -1,12 +1,14 @@
 //! The names of the tensors of a layer.
 
-use crate::model::tensors::{Biases, Layer, Names, Norms, Projections, RouterTensors, Scalars};
+use crate::model::tensors::{
+    Biases, Layer, Names, Norms, PerLayerMatrices, Projections, RouterTensors, Scalars,
+};
 
 /// A layer without optional tensors.
 pub(in crate::model) const NAMES: Layer<Names> = Layer {
     projections: Projections {
         q_proj: Names::of("self_attn.q_proj", "attn_q"),
-        k_proj: Names::of("self_attn.k_proj", "attn_k"),
+        k_proj: Some(Names::of("self_attn.k_proj", "attn_k")),
         v_proj: Some(Names::of("self_attn.v_proj", "attn_v")),
         o_proj: Names::of("self_attn.o_proj", "attn_output"),
         gate_proj: Some(Names::of("mlp.gate_proj", "ffn_gate")),
@@ -26,8 +28,10 @@ pub(in crate::model) const NAMES: Layer<Names> = Layer {
         post_feedforward_layernorm_1: None,
         pre_feedforward_layernorm_2: None,
         post_feedforward_layernorm_2: None,
+        post_per_layer_input_norm: None,
     },
     biases: Biases { q_proj: None, k_proj: None, v_proj: None },
     scalars: Scalars { layer_scalar: None },
     router: RouterTensors { proj: None, scale: None, per_expert_scale: None },
+    per_layer: PerLayerMatrices { per_layer_input_gate: None, per_layer_projection: None },
 };

@@ -60,6 +60,8 @@ impl Config {
                 rope: SLIDING,
                 heads,
                 has_values_of_keys: false,
+                kv_source: None,
+                intermediate_size: self.intermediate_size,
                 feed_forward: FeedForward::Dense,
             },
             LayerType::FullAttention => LayerSpec {
@@ -67,6 +69,8 @@ impl Config {
                 rope: FULL,
                 heads,
                 has_values_of_keys: false,
+                kv_source: None,
+                intermediate_size: self.intermediate_size,
                 feed_forward: FeedForward::Dense,
             },
         };
@@ -74,9 +78,9 @@ impl Config {
         let sizes = Sizes {
             vocab_size: self.vocab_size,
             hidden_size: self.hidden_size,
-            intermediate_size: self.intermediate_size,
             tie_word_embeddings: self.tie_word_embeddings,
             experts: (0, 0),
+            per_layer: None,
         };
         let rope = |name, theta, factor| {
             let is_scaled = factor != 1.0;
@@ -88,6 +92,8 @@ impl Config {
             vocab_size: self.vocab_size,
             hidden_size: self.hidden_size,
             intermediate_size: self.intermediate_size,
+            per_layer: None,
+            unused_tensors: Vec::new(),
             mixture: None,
             vision: self.vision.clone(),
             score_scale: self.query_pre_attn_scalar.powf(-0.5),

@@ -5,8 +5,7 @@
 //! `per_layer_config` that transformers writes. The defaults are those of transformers' `Gemma4TextConfig` and
 //! `Gemma4UnifiedTextConfig`.
 //!
-//! Refuses by name what would change the result and is not supported: per-layer embeddings, layers that
-//! share keys and values, biases, untied heads.
+//! Refuses by name what would change the result and is not supported: biases, untied heads.
 
 use serde_json::Value;
 
@@ -18,8 +17,10 @@ use crate::model::config::{
     MAX_POSITIONS, MAX_VOCAB, TokenIds,
 };
 use crate::model::rope::{self, RopeScaling, RopeSpec, THETAS};
-use crate::model::spec::{Arch, AttentionHeads, FeedForward, LayerSpec, Mixture, ModelSpec, NormWeight};
-use crate::model::tensors::{ModelTensors, Sizes};
+use crate::model::spec::{
+    Arch, AttentionHeads, FeedForward, LayerSpec, Mixture, ModelSpec, NormWeight, PerLayerInputs,
+};
+use crate::model::tensors::{ModelTensors, Sizes, unused_tensors};
 use crate::model::vision::{ImageAttention, VisionSpec};
 
 const WRAPPED: [&str; 2] = ["gemma4", "gemma4_unified"];
@@ -41,7 +42,6 @@ pub(super) fn read(arch: &'static Arch, config: &Value, file_name: &str) -> Resu
     for level in [&root, &text] {
         refuse_unsupported(level)?;
     }
-    refuse_other_layers(&text, is_unified)?;
 
     let vocab_size = text.size("vocab_size", 262_144, 1..=MAX_VOCAB)?;
     let num_hidden_layers = text.size("num_hidden_layers", 30, 1..=MAX_LAYERS)?;
@@ -55,13 +55,25 @@ pub(super) fn read(arch: &'static Arch, config: &Value, file_name: &str) -> Resu
     let hidden_size = text.size("hidden_size", 2304, 1..=MAX_HIDDEN)?;
     let mixture = mixture(&text, hidden_size)?;
     let feed_forward = if mixture.is_some() { FeedForward::DenseAndExperts } else { FeedForward::Dense };
+    let intermediate_size = text.size("intermediate_size", 9216, 1..=MAX_INTERMEDIATE)?;
+    let sources = kv_sources(&text, &types)?;
+    let is_double_wide = text.flag("use_double_wide_mlp")?.unwrap_or(false);
     let layer = |(i, kind): (usize, &LayerType)| -> Result<LayerSpec, ConfigError> {
         let heads = heads.of_layer(i, *kind)?;
         let (window, rope, has_values_of_keys) = match kind {
             LayerType::SlidingAttention => (Some(window), SLIDING, false),
             LayerType::FullAttention => (None, FULL, has_values_of_keys),
         };
-        Ok(LayerSpec { window, rope, heads, has_values_of_keys, feed_forward })
+        let is_wide = is_double_wide && sources[i].is_some();
+        Ok(LayerSpec {
+            window,
+            rope,
+            heads,
+            has_values_of_keys,
+            kv_source: sources[i],
+            intermediate_size: if is_wide { 2 * intermediate_size } else { intermediate_size },
+            feed_forward,
+        })
     };
     let layers = types.iter().enumerate().map(layer).collect::<Result<Vec<_>, _>>()?;
     let ropes = ropes(&text, &layers, context)?;
@@ -70,16 +82,33 @@ pub(super) fn read(arch: &'static Arch, config: &Value, file_name: &str) -> Resu
     let TokenIds { eos, bos } = TokenIds::read(&[&text, &root], default, vocab_size)?;
     let suppress_tokens = text.ids("suppress_tokens")?;
     text.check_ids("suppress_tokens", &suppress_tokens, vocab_size)?;
+    let per_layer_width = per_layer_width(&text, is_unified, vocab_size)?;
     let sizes = Sizes {
         vocab_size,
         hidden_size,
-        intermediate_size: text.size("intermediate_size", 9216, 1..=MAX_INTERMEDIATE)?,
         tie_word_embeddings: true,
         experts: mixture.map_or((0, 0), |mixture| (mixture.experts.count, mixture.intermediate_size)),
+        per_layer: per_layer_width.map(|width| (width, vocab_size)),
     };
     // A wrong tower is no reason to refuse texts.
     let vision = vision(&root, &text, is_unified, hidden_size).map_err(|error| error.to_string());
-    let names = if mixture.is_some() { tensors::WITH_EXPERTS } else { tensors::NAMES };
+    let vision = match vision {
+        Ok(Some(_)) if per_layer_width.is_some() => {
+            Err("images cannot be computed by models with per-layer embeddings".into())
+        }
+        other => other,
+    };
+    let names = match per_layer_width {
+        Some(_) => tensors::PER_LAYER,
+        None if mixture.is_some() => tensors::WITH_EXPERTS,
+        None => tensors::NAMES,
+    };
+    let per_layer = per_layer_width.map(|width| PerLayerInputs {
+        width,
+        embed_scale: (width as f64).sqrt() as f32,
+        projection_scale: (hidden_size as f64).powf(-0.5) as f32,
+        sum_scale: std::f32::consts::FRAC_1_SQRT_2,
+    });
     let final_logit_softcap = match text.get("final_logit_softcapping") {
         Some(cap) => Some(text.number_of("final_logit_softcapping", cap, 1e-3..=1e6)? as f32),
         None => None,
@@ -88,7 +117,13 @@ pub(super) fn read(arch: &'static Arch, config: &Value, file_name: &str) -> Resu
         arch,
         vocab_size,
         hidden_size: sizes.hidden_size,
-        intermediate_size: sizes.intermediate_size,
+        intermediate_size: layers
+            .iter()
+            .map(|layer| layer.intermediate_size)
+            .max()
+            .unwrap_or(intermediate_size),
+        per_layer,
+        unused_tensors: unused_tensors(&names, layers.iter().map(LayerSpec::sizes)),
         vision,
         mixture,
         score_scale: 1.0,
@@ -214,25 +249,48 @@ fn ropes(text: &Level, layers: &[LayerSpec], context: usize) -> Result<Vec<RopeS
     ])
 }
 
-/// Refuses layers that are not computed.
-fn refuse_other_layers(text: &Level, is_unified: bool) -> Result<(), ConfigError> {
-    // The published class has per-layer embeddings by default.
-    let default_width = if is_unified { 0 } else { 256 };
-    for (name, default, what) in [
-        ("hidden_size_per_layer_input", default_width, "per-layer embeddings"),
-        ("num_kv_shared_layers", 0, "layers that share keys and values"),
-    ] {
-        let number = text.optional_size(name, default, 0..=MAX_HIDDEN)?;
-        if number > 0 {
-            return Err(text.error(name, format!("is {number}; {what} cannot be computed")));
-        }
+/// For each layer, the layer whose keys and values it uses in place of its own. The last `num_kv_shared_layers` layers
+/// use those of the last layer of their type before them.
+fn kv_sources(text: &Level, types: &[LayerType]) -> Result<Vec<Option<usize>>, ConfigError> {
+    const NAME: &str = "num_kv_shared_layers";
+    let shared = text.optional_size(NAME, 0, 0..=MAX_LAYERS)?;
+    let Some(own) = types.len().checked_sub(shared) else {
+        return Err(text.error(NAME, format!("is {shared}; expected at most {} layers", types.len())));
+    };
+    let source = |(i, kind): (usize, &LayerType)| match i < own {
+        true => Ok(None),
+        false => match types[..own].iter().rposition(|other| other == kind) {
+            Some(source) => Ok(Some(source)),
+            None => {
+                let problem = format!(
+                    "is {shared}; expected a layer of the type {} before these, for layer {i}",
+                    kind.name()
+                );
+                Err(text.error(NAME, problem))
+            }
+        },
+    };
+    types.iter().enumerate().map(source).collect()
+}
+
+/// The width of the per-layer embeddings in a layer. The published class has them by default, and that of unified models
+/// has none.
+fn per_layer_width(text: &Level, is_unified: bool, vocab_size: usize) -> Result<Option<usize>, ConfigError> {
+    let default = if is_unified { 0 } else { 256 };
+    let width = text.optional_size("hidden_size_per_layer_input", default, 0..=MAX_HIDDEN)?;
+    if width == 0 {
+        return Ok(None);
     }
-    if text.flag("use_double_wide_mlp")? == Some(true) {
-        return Err(
-            text.error("use_double_wide_mlp", "is true; layers of different widths cannot be computed")
-        );
+    if !width.is_multiple_of(4) {
+        let problem = format!("is {width}; expected a multiple of 4");
+        return Err(text.error("hidden_size_per_layer_input", problem));
     }
-    Ok(())
+    let rows = text.optional_size("vocab_size_per_layer_input", 262_144, 1..=MAX_VOCAB)?;
+    if rows != vocab_size {
+        let problem = format!("is {rows}; expected vocab_size ({vocab_size})");
+        return Err(text.error("vocab_size_per_layer_input", problem));
+    }
+    Ok(Some(width))
 }
 
 /// Refuses fields that would change the result and are not supported.

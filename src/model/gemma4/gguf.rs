@@ -57,15 +57,18 @@ const DIVISORS: &str = "rope_freqs.weight";
 
 /// Generates `config.json`.
 fn config(keys: &Keys, tensors: &GgufTensors) -> Result<Json, HeaderError> {
-    for (name, what) in [
-        ("embedding_length_per_layer_input", "per-layer embeddings"),
-        ("attention.shared_kv_layers", "layers that share keys and values"),
-    ] {
-        if let Some(number) = keys.whole(name)?.filter(|number| *number > 0) {
-            return Err(keys.error(name, format!("is {number}; {what} cannot be computed")));
-        }
-    }
     let blocks = keys.blocks()?;
+    let shared = keys.whole("attention.shared_kv_layers")?.unwrap_or(0);
+    const WIDTHS: &str = "feed_forward_length";
+    let widths = keys.per_layer(WIDTHS, blocks)?.ok_or_else(|| keys.missing(WIDTHS))?;
+    let is_double_wide = widths.last() == Some(&(2 * widths[0]));
+    // The layers that share keys and values may be twice as wide as the others.
+    let own = blocks.saturating_sub(shared) as usize;
+    let expected = |layer: usize| if is_double_wide && layer >= own { 2 * widths[0] } else { widths[0] };
+    if let Some(layer) = (0..widths.len()).find(|layer| widths[*layer] != expected(*layer)) {
+        let problem = format!("is {} for layer {layer}; expected {}", widths[layer], expected(layer));
+        return Err(keys.error(WIDTHS, problem));
+    }
     const WINDOWS: &str = "attention.sliding_window_pattern";
     let Some(windows) = keys.windows(blocks)? else {
         return Err(keys.error(WINDOWS, "is missing; expected a list with true for each sliding layer"));
@@ -85,7 +88,7 @@ fn config(keys: &Keys, tensors: &GgufTensors) -> Result<Json, HeaderError> {
     };
     let (sliding_kv_heads, full_kv_heads) = (of_kind(true)?, of_kind(false)?);
     let Geometry { hidden, intermediate, heads, head_dim: full_dim, context, norm_eps, .. } =
-        keys.geometry_with(Some(full_kv_heads))?;
+        keys.geometry_with(Some(full_kv_heads), Some(widths[0]))?;
     let sliding_dim = keys.whole("attention.key_length_swa")?.unwrap_or(full_dim);
     for name in ["attention.value_length_swa", "rope.dimension_count_swa"] {
         if let Some(other) = keys.whole(name)?.filter(|other| *other != sliding_dim) {
@@ -107,7 +110,10 @@ fn config(keys: &Keys, tensors: &GgufTensors) -> Result<Json, HeaderError> {
         "model_type": "gemma4_text",
         "vocab_size": tensors.vocab_size()?,
         "hidden_size": hidden,
-        "hidden_size_per_layer_input": 0,
+        "hidden_size_per_layer_input": keys.whole("embedding_length_per_layer_input")?.unwrap_or(0),
+        "vocab_size_per_layer_input": tensors.vocab_size()?,
+        "num_kv_shared_layers": shared,
+        "use_double_wide_mlp": is_double_wide,
         "intermediate_size": intermediate,
         "num_hidden_layers": blocks,
         "num_attention_heads": heads,

@@ -1,11 +1,24 @@
 //! The names of the tensors of a layer.
 
 use crate::model::gemma3;
-use crate::model::tensors::{Layer, Names, Norms, Projections, RouterTensors, Scalars};
+use crate::model::tensors::{Layer, Names, Norms, PerLayerMatrices, Projections, RouterTensors, Scalars};
 
 pub(super) const NAMES: Layer<Names> = Layer {
     scalars: Scalars { layer_scalar: Some(Names::of("layer_scalar", "layer_output_scale.weight")) },
     ..gemma3::NAMES
+};
+
+/// The names in layers with per-layer embeddings.
+pub(super) const PER_LAYER: Layer<Names> = Layer {
+    norms: Norms {
+        post_per_layer_input_norm: Some(Names::of("post_per_layer_input_norm", "post_norm")),
+        ..NAMES.norms
+    },
+    per_layer: PerLayerMatrices {
+        per_layer_input_gate: Some(Names::of("per_layer_input_gate", "inp_gate")),
+        per_layer_projection: Some(Names::of("per_layer_projection", "proj")),
+    },
+    ..NAMES
 };
 
 /// The names in layers with experts.
@@ -39,6 +52,6 @@ pub(super) fn of_gguf(name: &str, what: &str) -> Option<String> {
     if (name, what) == (fused, "weight") {
         Some(hugging_face.to_owned())
     } else {
-        WITH_EXPERTS.of_gguf(name, what)
+        WITH_EXPERTS.of_gguf(name, what).or_else(|| PER_LAYER.of_gguf(name, what))
     }
 }

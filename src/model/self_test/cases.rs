@@ -914,6 +914,7 @@ impl Make<'_> {
             biases,
             rope,
             q_scale: inputs::Q_SCALE,
+            shares_cache: false,
             cache,
         };
         self.add(format!("qkv_store_{kv}"), outputs, move |kernels, r| {
@@ -998,6 +999,7 @@ impl Make<'_> {
                     biases: None,
                     rope: keys.clone(),
                     q_scale: 1.0,
+                    shares_cache: false,
                     cache,
                 };
                 let (q, partials, step) = (q.clone(), partials.clone(), step.clone());

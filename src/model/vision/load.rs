@@ -270,6 +270,7 @@ impl Arrays {
             biases: None,
             rope: self.rope.clone(),
             q_scale: 1.0,
+            shares_cache: false,
             cache: self.cache.clone(),
         }
     }
