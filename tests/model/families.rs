@@ -12,7 +12,7 @@ use unicorn::model::load::{LoadOptions, Source};
 use unicorn::model::model_runner::ModelRunner;
 use unicorn::model::weights::Weights;
 use unicorn::model::{Runner, SamplingParams, twin};
-use unicorn::tensor::{KvDtype, Precision, QuantizeMode};
+use unicorn::tensor::{KvDtype, Precision, QuantizeMode, VisionMode};
 
 use crate::support::checkpoints::copy_of;
 use crate::support::driver::{Driver, greedy, plain_sequence};
@@ -325,6 +325,11 @@ fn configs_that_cannot_be_computed_are_refused_by_name() {
             "moe_intermediate_size": 64,
         })
     };
+    let of_e2b = |field: &str, value: usize| {
+        let mut text = config("tiny-gemma4-e2b", "config.json")["text_config"].take();
+        text[field] = json!(value);
+        text
+    };
     for (set, field, value, expected) in [
         ("tiny-llama", "attention_bias", json!(true), "attention_bias is true; only checkpoints with false"),
         ("tiny-llama", "mlp_bias", json!(true), "mlp_bias is true"),
@@ -391,20 +396,20 @@ fn configs_that_cannot_be_computed_are_refused_by_name() {
             json!(48),
             "is 48; expected a multiple of 32 in a mixture of experts",
         ),
-        ("tiny-gemma4-31b", "hidden_size_per_layer_input", json!(16), "is 16; per-layer embeddings cannot"),
+        ("tiny-gemma4-31b", "hidden_size_per_layer_input", json!(18), "is 18; expected a multiple of 4"),
         (
-            "tiny-gemma4-31b",
-            "hidden_size_per_layer_input",
-            json!(null),
-            "is 256; per-layer embeddings cannot",
+            "tiny-gemma4-e2b",
+            "text_config",
+            of_e2b("vocab_size_per_layer_input", 500),
+            "is 500; expected vocab_size (512)",
         ),
+        ("tiny-gemma4-31b", "num_kv_shared_layers", json!(8), "is 8; expected at most 7 layers"),
         (
             "tiny-gemma4-31b",
             "num_kv_shared_layers",
-            json!(2),
-            "is 2; layers that share keys and values cannot",
+            json!(6),
+            "is 6; expected a layer of the type full_attention before these, for layer 1",
         ),
-        ("tiny-gemma4-31b", "use_double_wide_mlp", json!(true), "is true; layers of different widths cannot"),
         (
             "tiny-gemma4-31b",
             "use_bidirectional_attention",
@@ -491,6 +496,48 @@ fn both_ways_to_give_layers_other_heads_mean_the_same() {
     assert_eq!(shape("layers.11.self_attn.v_proj"), None);
     assert_eq!(shape("layers.11.self_attn.k_norm"), Some(vec![512]));
     assert_eq!(shape("layers.11.layer_scalar"), Some(vec![1]));
+}
+
+/// The layers of the E-sizes whose keys and values others use are those of the published models.
+#[test]
+fn the_last_layers_of_e_sizes_use_the_keys_and_values_of_others() {
+    for (name, shared, [sliding, full], widths) in
+        [("gemma-4-e2b", 20, [13, 14], [6144, 12_288]), ("gemma-4-e4b", 18, [22, 23], [10_240, 10_240])]
+    {
+        let spec = arch::shape(name).unwrap().spec();
+        let own = spec.layers.len() - shared;
+        for (i, (layer, tensors)) in spec.layers.iter().zip(&spec.tensors.layers).enumerate() {
+            let source = if layer.window.is_some() { sliding } else { full };
+            assert_eq!(layer.kv_source, (i >= own).then_some(source), "{name}: layer {i}");
+            assert_eq!(layer.intermediate_size, widths[usize::from(i >= own)], "{name}: layer {i}");
+            let has_keys = tensors.projections.k_proj.is_some() && tensors.norms.k_norm.is_some();
+            assert_eq!(
+                (has_keys, tensors.projections.v_proj.is_some()),
+                (i < own, i < own),
+                "{name}: layer {i}"
+            );
+        }
+        let per_layer = spec.tensors.per_layer.as_ref().expect("per-layer embeddings");
+        assert_eq!(per_layer.embed_tokens_per_layer.shape, [262_144, 256 * spec.layers.len()]);
+        // The larger half of the weights is a table, of which a token reads a row.
+        let all: u64 = spec.tensors.iter().map(|tensor| tensor.elements()).sum();
+        let table = per_layer.embed_tokens_per_layer.elements();
+        assert!((0.35..0.6).contains(&(table as f64 / all as f64)), "{name}: {table} of {all}");
+    }
+}
+
+/// A picture for a model that cannot compute images is refused, and the reason is said when the model is loaded.
+#[test]
+fn an_e_size_reads_texts_and_not_images() {
+    let source = open_files(&folder("tiny-gemma4-e2b")).unwrap();
+    let config = arch::read(&config("tiny-gemma4-e2b", "config.json"), "config.json").unwrap();
+    let why = config.vision.expect_err("a tower with clipped linear maps");
+    assert!(why.contains("use_clipped_linears"), "{why}");
+    let error = load_files(&source, &LoadOptions { vision: VisionMode::On, ..LoadOptions::default() });
+    let error = error.err().expect("--vision on cannot be had").to_string();
+    assert!(error.contains("use_clipped_linears"), "{error}");
+    let model = load_files(&source, &LoadOptions::default()).unwrap();
+    assert!(model.limits().images.is_none());
 }
 
 /// A published count includes every weight and norm once.

@@ -286,8 +286,9 @@ fn on_a_discrete_gpu_weights_stay_out_of_host_memory() {
     assert_eq!((refusal.obstacle, refusal.request.class), (Obstacle::Full, Class::Ffn));
 }
 
-/// The classes of a model's buffers. A dense model of texts has neither experts nor a vision tower.
-const CLASSES: usize = Class::ALL.len() - 2;
+/// The classes of a model's buffers. A dense model of texts has no experts, no vision tower and, in most architectures, no
+/// per-layer embedding.
+const CLASSES: usize = Class::ALL.len() - 3;
 
 #[test]
 fn with_one_heap_everything_is_placed_there() {
@@ -471,7 +472,9 @@ fn in_order(machine: &Machine, limits: &Limits, plan: &Plan, round: u64) {
         Class::Ffn | Class::Experts if is_vram_first(machine, limits.ffn_heap) => {
             u8::from(!heap.device_local)
         }
-        Class::Ffn | Class::Experts | Class::Staging => u8::from(heap.device_local),
+        Class::Ffn | Class::Experts | Class::PerLayerEmbedding | Class::Staging => {
+            u8::from(heap.device_local)
+        }
         _ => u8::from(!heap.device_local),
     };
     let mut used = vec![0u64; usable.len()];

@@ -446,6 +446,7 @@ impl Costs {
 mod tests {
     use super::*;
     use crate::model::arch;
+    use crate::model::tensors::Layer;
 
     fn of_27b() -> PaperModel {
         of_shape("gemma-3-27b")
@@ -516,6 +517,34 @@ mod tests {
         let row = 2 * 16 * 128 * 2;
         assert_eq!((kv("attention, sliding"), kv("attention of tiles, sliding")), (1024 * row, 20 * row));
         assert_eq!((kv("attention, full"), kv("attention of tiles, full")), (5001 * row, 20 * row));
+    }
+
+    /// An E4B reads 3.9 G weights in its layers at 4.125 bits, the head at 8, and matrices of per-layer embeddings in bf16.
+    /// Of the table with 2.8 G weights, it reads a row.
+    #[test]
+    fn one_token_of_an_e4b_reads_a_row_of_its_per_layer_embeddings() {
+        let mut model = of_shape("gemma-4-e4b");
+        let work = model.step(std::slice::from_ref(&(512..513)), Some(Drawn::Greedy)).unwrap();
+        let bytes = |what: &str| -> u64 {
+            let all = work.iter().filter(|w| w.what == what);
+            all.map(|w| w.times * w.dispatch.weight_bytes * w.dispatch.weight_passes).sum()
+        };
+        let all: u64 =
+            work.iter().map(|w| w.times * w.dispatch.weight_bytes * w.dispatch.weight_passes).sum();
+        let spec = arch::shape("gemma-4-e4b").unwrap().spec();
+        let elements = |of: fn(&Layer<TensorSpec>) -> Vec<&TensorSpec>| -> u64 {
+            spec.tensors.layers.iter().flat_map(of).map(TensorSpec::elements).sum()
+        };
+        let quantized = elements(|layer| layer.projections.iter().collect()) * 33 / 64;
+        let kept = 2 * elements(|layer| layer.per_layer.iter().collect()) + 2 * 42 * 256 * 2560;
+        let head = 262_144 * (2560 + 4);
+        assert_eq!(bytes("per-layer gate") + bytes("per-layer projection"), 2 * 2 * 42 * 256 * 2560);
+        assert_eq!(bytes("per-layer model projection"), 2 * 42 * 256 * 2560);
+        let expected = (quantized + kept + head) as f64;
+        assert!((all as f64 / expected - 1.0).abs() < 0.01, "{all} bytes, {expected} expected");
+        // The layers without keys of their own project queries alone.
+        let stores = work.iter().filter(|w| w.what == "qkv_store").map(|w| w.times).sum::<u64>();
+        assert_eq!(stores, 42);
     }
 
     /// The model with its tower.

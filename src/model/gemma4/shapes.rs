@@ -2,7 +2,7 @@
 
 use serde_json::{Value, json};
 
-use crate::model::config::ConfigError;
+use crate::model::config::{ConfigError, LayerType};
 use crate::model::spec::{ModelSpec, Shape};
 
 /// What distinguishes one size from the others.
@@ -17,9 +17,54 @@ struct Size {
     num_global_key_value_heads: usize,
     /// The number of experts, the number that a token uses, and their width.
     experts: Option<[usize; 3]>,
+    /// What the sizes for small machines have.
+    small: Option<Small>,
 }
 
-static SIZES: [Size; 3] = [
+/// Per-layer embeddings, and layers without keys and values of their own.
+struct Small {
+    hidden_size_per_layer_input: usize,
+    num_kv_shared_layers: usize,
+    use_double_wide_mlp: bool,
+    /// Of so many layers, the last one sees all positions.
+    period: usize,
+}
+
+static SIZES: [Size; 5] = [
+    Size {
+        name: "gemma-4-e2b",
+        model_type: "gemma4_text",
+        hidden_size: 1536,
+        intermediate_size: 6144,
+        num_hidden_layers: 35,
+        num_attention_heads: 8,
+        num_key_value_heads: 1,
+        num_global_key_value_heads: 1,
+        experts: None,
+        small: Some(Small {
+            hidden_size_per_layer_input: 256,
+            num_kv_shared_layers: 20,
+            use_double_wide_mlp: true,
+            period: 5,
+        }),
+    },
+    Size {
+        name: "gemma-4-e4b",
+        model_type: "gemma4_text",
+        hidden_size: 2560,
+        intermediate_size: 10_240,
+        num_hidden_layers: 42,
+        num_attention_heads: 8,
+        num_key_value_heads: 2,
+        num_global_key_value_heads: 2,
+        experts: None,
+        small: Some(Small {
+            hidden_size_per_layer_input: 256,
+            num_kv_shared_layers: 18,
+            use_double_wide_mlp: false,
+            period: 6,
+        }),
+    },
     Size {
         name: "gemma-4-12b",
         model_type: "gemma4_unified_text",
@@ -30,6 +75,7 @@ static SIZES: [Size; 3] = [
         num_key_value_heads: 8,
         num_global_key_value_heads: 1,
         experts: None,
+        small: None,
     },
     Size {
         name: "gemma-4-26b-a4b",
@@ -41,6 +87,7 @@ static SIZES: [Size; 3] = [
         num_key_value_heads: 8,
         num_global_key_value_heads: 2,
         experts: Some([128, 8, 704]),
+        small: None,
     },
     Size {
         name: "gemma-4-31b",
@@ -52,15 +99,18 @@ static SIZES: [Size; 3] = [
         num_key_value_heads: 16,
         num_global_key_value_heads: 4,
         experts: None,
+        small: None,
     },
 ];
 
 /// The shapes of all sizes. `read` reads their configs.
-pub(super) const fn published(read: fn(&Value, &str) -> Result<ModelSpec, ConfigError>) -> [Shape; 3] {
+pub(super) const fn published(read: fn(&Value, &str) -> Result<ModelSpec, ConfigError>) -> [Shape; 5] {
     [
-        Shape::new(SIZES[0].name, || SIZES[0].config_json(), read).with_tower(linear_map),
-        Shape::new(SIZES[1].name, || SIZES[1].config_json(), read).with_tower(transformer),
-        Shape::new(SIZES[2].name, || SIZES[2].config_json(), read).with_tower(transformer),
+        Shape::new(SIZES[0].name, || SIZES[0].config_json(), read),
+        Shape::new(SIZES[1].name, || SIZES[1].config_json(), read),
+        Shape::new(SIZES[2].name, || SIZES[2].config_json(), read).with_tower(linear_map),
+        Shape::new(SIZES[3].name, || SIZES[3].config_json(), read).with_tower(transformer),
+        Shape::new(SIZES[4].name, || SIZES[4].config_json(), read).with_tower(transformer),
     ]
 }
 
@@ -101,7 +151,7 @@ fn transformer() -> Value {
 }
 
 impl Size {
-    /// The text of a `config.json` in the text-only layout. Every sixth layer sees all positions.
+    /// The text of a `config.json` in the text-only layout. Every sixth layer sees all positions in the larger sizes.
     fn config_json(&self) -> String {
         let mut config = json!({
             "attention_bias": false,
@@ -138,6 +188,17 @@ impl Size {
             config["num_experts"] = json!(count);
             config["top_k_experts"] = json!(per_token);
             config["moe_intermediate_size"] = json!(width);
+        }
+        if let Some(small) = &self.small {
+            let kind = |layer: usize| LayerType::of(!layer.is_multiple_of(small.period)).name();
+            config["attention_k_eq_v"] = json!(false);
+            config["hidden_size_per_layer_input"] = json!(small.hidden_size_per_layer_input);
+            config["layer_types"] = (1..=self.num_hidden_layers).map(kind).collect();
+            config["max_position_embeddings"] = json!(131_072);
+            config["num_kv_shared_layers"] = json!(small.num_kv_shared_layers);
+            config["sliding_window"] = json!(512);
+            config["use_double_wide_mlp"] = json!(small.use_double_wide_mlp);
+            config["vocab_size_per_layer_input"] = json!(262_144);
         }
         format!("{config:#}\n")
     }
