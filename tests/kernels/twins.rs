@@ -1112,6 +1112,17 @@ fn gated_products_match_their_twins_also_for_extreme_values() {
                 gate.iter().zip(&up).map(|(g, u)| glu(f64::from(*g), f64::from(*u))).collect();
             let magnitude: Vec<f64> = expected.iter().map(|e| e.abs() + 0.01).collect();
             close(&b.rows(&g, rows), &expected, &magnitude, 1e-5, &format!("{rows} x {width}"));
+
+            // The second factor may be some columns of wider rows.
+            let wide = 8 + Activations::stride_of(width) + 4;
+            let all: Vec<f32> = up
+                .chunks_exact(width)
+                .flat_map(|row| [vec![f32::NAN; 8], row.to_vec(), vec![f32::NAN; wide - 8 - width]].concat())
+                .collect();
+            let (g, all) = (b.activations(&gate, width), b.activations(&all, wide));
+            let u = all.columns(&(8..8 + width));
+            b.run(|k, r| k.glu(r, &g, &u, &Operand::floats(&g), rows));
+            close(&b.rows(&g, rows), &expected, &magnitude, 1e-5, &format!("columns, {rows} x {width}"));
         }
     });
 }
