@@ -1287,16 +1287,9 @@ fn metadata_of_a_gemma_4_describes_both_kinds_of_layers() {
     assert_eq!(turning.count(), 4);
 
     for (key, value, expected) in [
-        (
-            "gemma4.embedding_length_per_layer_input",
-            some(256u32),
-            "is 256; per-layer embeddings cannot be computed",
-        ),
-        (
-            "gemma4.attention.shared_kv_layers",
-            some(1u32),
-            "is 1; layers that share keys and values cannot be computed",
-        ),
+        ("gemma4.feed_forward_length", some(vec![64, 96]), "is 96 for layer 1; expected 64"),
+        // Only layers that share keys and values may be twice as wide.
+        ("gemma4.feed_forward_length", some(vec![64, 128]), "is 128 for layer 1; expected 64"),
         (
             "gemma4.attention.sliding_window_pattern",
             None,
@@ -1311,6 +1304,12 @@ fn metadata_of_a_gemma_4_describes_both_kinds_of_layers() {
         let error = arch::load(&gemma4(&[(key, value)])).expect_err(key).to_string();
         assert_eq!(error, format!("m (in memory)/m.gguf: key {key}: {expected}"));
     }
+    let (spec, _) =
+        arch::load(&gemma4(&[("gemma4.embedding_length_per_layer_input", some(256u32))])).unwrap();
+    assert_eq!(spec.per_layer.map(|per_layer| per_layer.width), Some(256));
+    let shared = ("gemma4.attention.shared_kv_layers", some(1u32));
+    let error = arch::load(&gemma4(&[shared])).expect_err("no layer to share with").to_string();
+    assert!(error.contains("expected a layer of the type full_attention before these"), "{error}");
     let pattern = ("gemma4.attention.sliding_window_pattern", some(vec![false, false]));
     let error = arch::load(&gemma4(&[pattern])).expect_err("two numbers").to_string();
     assert!(error.contains("head_count_kv: has 2 and 1 for layers of one type"), "{error}");
