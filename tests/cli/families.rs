@@ -12,6 +12,7 @@ use unicorn::checkpoint::Checkpoint;
 use crate::support::checkpoints::{ByName as _, StoredTensor, copy_of, opened, safetensors_file};
 use crate::support::daemon::Daemon;
 use crate::support::data;
+use crate::support::goldens::Goldens;
 use crate::support::program::{output, printed, printed_json, unicorn, unicorn_on_software};
 
 /// A copy of a set. `change` changes its `tokenizer_config.json`.
@@ -181,6 +182,34 @@ fn a_gemma_4_answers_and_draws_no_suppressed_token() {
     assert!(!kept.contains(&wanted) && kept.len() == 8, "{free:?} {kept:?}");
     // A client's bias does not bring it back.
     assert_eq!(ask(&[wanted], json!({wanted.to_string(): 100})), kept);
+}
+
+/// The answer is that of transformers. A picture is refused, because the tower of such a model cannot be computed, and the
+/// plan shows the table that is gathered by rows.
+#[test]
+fn a_gemma_4_e2b_answers_texts_and_refuses_pictures() {
+    let folder = gemma4("tiny-gemma4-e2b", &json!({"eos_token_id": [1, 106, 50]}));
+    let path = folder.path().to_str().expect("UTF-8");
+    let plan = printed(unicorn(&["plan", path, "--vram", "1GiB", "--gtt", "1GiB"]));
+    let row = plan.lines().find(|line| line.starts_with("per-layer embedding")).expect("a row of the plan");
+    assert_eq!(row.split_whitespace().nth(2), Some("-"), "{row}: it is in host memory");
+
+    let goldens = Goldens::open(&data("families/tiny-gemma4-e2b"));
+    let server = Daemon::start_model(folder.path(), &["--precision", "f32"], |_| {});
+    let expected = goldens.tokens("greedy.short.tokens");
+    let body = json!({
+        "prompt": goldens.tokens("tokens.short"), "max_tokens": expected.len(), "temperature": 0,
+        "ignore_eos": true, "return_token_ids": true,
+    });
+    let (status, answer) = server.exchange("POST", "/v1/completions", &[], &body.to_string());
+    assert_eq!(status, 200, "{answer}");
+    let answer: Value = serde_json::from_str(&answer).expect("JSON");
+    assert_eq!(answer["choices"][0]["token_ids"], json!(expected));
+
+    let picture = json!({"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}});
+    let body = json!({"messages": [{"role": "user", "content": [picture]}]});
+    let (status, answer) = server.exchange("POST", "/v1/chat/completions", &[], &body.to_string());
+    assert!(status == 400 && answer.contains("image"), "{status}: {answer}");
 }
 
 #[test]
