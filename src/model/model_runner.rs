@@ -18,7 +18,8 @@ use super::rates::{Rates, WorkAmount};
 use super::self_test::SelfTest;
 use super::spec::{LayerSpec, ModelSpec};
 use super::step::{self, Frame, PoolRequest, StepOutputs};
-use super::submits::{self, LayerWork, SharedWork, StepPart, Submit};
+use super::submits::{self, LayerWork, SEGMENT_LAYERS, SharedWork, StepPart, Submit};
+use super::tensors::{Layer, TensorSpec};
 use super::vision::Tower;
 use super::{Batch, BatchSequence, Limits, Runner, RunnerError, Sampled, Sampling, Ticket};
 use crate::checkpoint::LayerValues;
@@ -282,7 +283,8 @@ impl ModelRunner {
     ) -> Result<(), GpuError> {
         let padded = self.padded_tokens(batch.num_tokens());
         self.frames[index].fill(&self.limits, batch, padded, &wanted);
-        let mut submits = self.plan(batch, padded, &wanted, None);
+        let layers = self.layers_of_step(&wanted, keep.is_some());
+        let mut submits = self.plan(batch, padded, &wanted, layers, None);
         if keep.is_some() {
             // A recording that other steps run again must not contain the commands of `keep`.
             submits = submits::layer_by_layer(submits, padded);
@@ -426,12 +428,28 @@ impl ModelRunner {
         if sums { tokens } else { step::padded_tokens(tokens, self.limits.max_batch_tokens) }
     }
 
-    /// Cuts a step into submits. `share` is the part of its attention in which a coprocessor takes part.
+    /// The number of layers that a step computes: all if something comes after them, or if `all` is set. Otherwise the last
+    /// layers without keys and values of their own are left out, because no other token reads their results.
+    pub(crate) fn layers_of_step(&self, wanted: &StepOutputs, all: bool) -> usize {
+        let has_end = !wanted.rows.is_empty() || !wanted.pooling.is_empty();
+        let has_sums = self.layers.iter().any(|layer| layer.moments.is_some());
+        let read = self.config.layers.iter().rposition(|layer| layer.kv_source.is_none());
+        match read {
+            // A layer is in the same segment in every step.
+            Some(last) if !has_end && !has_sums && !all => {
+                (last + 1).next_multiple_of(SEGMENT_LAYERS).min(self.layers.len())
+            }
+            _ => self.layers.len(),
+        }
+    }
+
+    /// Cuts a step of so many layers into submits. `share` is the part of its attention in which a coprocessor takes part.
     pub(crate) fn plan(
         &self,
         batch: &Batch,
         tokens: usize,
         wanted: &StepOutputs,
+        layers: usize,
         share: Option<&AttentionShare>,
     ) -> Vec<Submit> {
         let c = &self.config;
@@ -459,23 +477,26 @@ impl ModelRunner {
             })
         };
         let has_images = batch.sequences.iter().any(|s| !s.images.is_empty());
-        // The layers of a pool have the same work.
+        let largest = |pool: usize, work: &dyn Fn(&Layer<TensorSpec>) -> u64| {
+            let of_pool = self.layers.iter().zip(&c.tensors.layers).filter(|(layer, _)| layer.pool == pool);
+            of_pool.map(|(_, tensors)| work(tensors)).max().unwrap_or(0)
+        };
+        // The layers of a pool are cut into the same parts, so the largest of them counts.
         let work = |pool: usize| {
             let layer = self.layers.iter().position(|layer| layer.pool == pool)?;
             let LayerSpec { window, heads, .. } = &c.layers[layer];
             let window = window.map_or(u64::MAX, |window| window as u64);
             let row = 2 * memory::kv_block_bytes(heads, self.kv, 1);
             Some(LayerWork {
-                weights: memory::macs_per_token(c, &c.tensors.layers[layer]),
+                weights: largest(pool, &|tensors| memory::macs_per_token(c, tensors)),
                 reading: row * seen(window, true),
                 attention: 2 * heads.q_width() as u64 * seen(window, false),
                 shared: shared(layer, window, row),
-                projected_first: has_images
-                    .then(|| memory::projection_macs_per_token(&c.tensors.layers[layer])),
+                projected_first: has_images.then(|| largest(pool, &memory::projection_macs_per_token)),
             })
         };
         let works: Vec<Option<LayerWork>> = (0..self.limits.kv.pools.len()).map(work).collect();
-        let layers = self.layers.iter().take(self.trial_layers);
+        let layers = self.layers.iter().take(layers.min(self.trial_layers));
         let layers: Vec<LayerWork> =
             layers.map(|layer| works[layer.pool].clone().expect("its pool has a layer")).collect();
         // A step with masks submits its closing alone, because grammars compute the masks while the layers run.

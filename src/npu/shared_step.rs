@@ -177,7 +177,8 @@ impl ModelRunner {
     ) -> Result<(), RunnerError> {
         let padded = self.padded_tokens(batch.num_tokens());
         self.frames[index].fill(&self.limits, batch, padded, &wanted);
-        let mut submits = self.plan(batch, padded, &wanted, Some(&share.attention));
+        let layers = self.layers_of_step(&wanted, true);
+        let mut submits = self.plan(batch, padded, &wanted, layers, Some(&share.attention));
         self.share_out(index, batch, padded, &submits, Some(&share.attention));
         let closing = if wanted.masks > 0 { submits.pop() } else { None };
         let mut commands = std::mem::take(&mut self.frames[index].commands);

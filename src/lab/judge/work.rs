@@ -542,6 +542,12 @@ mod tests {
         assert_eq!(bytes("per-layer model projection"), 2 * 42 * 256 * 2560);
         let expected = (quantized + kept + head) as f64;
         assert!((all as f64 / expected - 1.0).abs() < 0.01, "{all} bytes, {expected} expected");
+        // A step of a prompt that draws no id leaves out the last layers, as far as whole segments of four.
+        let steps = model.prompt(200).unwrap();
+        let gates = steps
+            .iter()
+            .map(|step| step.iter().filter(|w| w.what == "per-layer gate").map(|w| w.times).sum::<u64>());
+        assert_eq!(Vec::from_iter(gates), [24, 42]);
         // The layers without keys of their own project queries alone.
         let stores = work.iter().filter(|w| w.what == "qkv_store").map(|w| w.times).sum::<u64>();
         assert_eq!(stores, 42);
