@@ -368,6 +368,7 @@ impl ModelRunner {
         kernels.matmul(recorder, &[(gate, gated)], &input, tokens);
         let input = Operand::new(kernels.wants([projection]), gated, gated_blocks);
         let own = inputs.columns(&(index * gated.width..(index + 1) * gated.width));
+        recorder.label("per-layer input");
         kernels.glu(recorder, gated, &own, &input, tokens);
         recorder.label("per-layer projection");
         kernels.matmul(recorder, &[(projection, delta)], &input, tokens);
