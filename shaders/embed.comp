@@ -1,8 +1,8 @@
 // out[t, :] = E[id(t), :] * scale
 //
 //   E    [vocab, cols], packed (common/weights.glsl), in shards of rows_per_shard rows; `shards` lists their addresses
-//   ids  [tokens]: a token id, or 1 << 31 | slot for the id last sampled in that slot. Another model may have sampled
-//        it, so an id beyond the vocabulary selects the last row
+//   ids  [tokens]: a token id, or 1 << 31 | slot for the id last sampled in that slot. An id beyond the
+//        rows, which another model may have sampled, selects the row `beyond`
 //   out  f32 [tokens, cols], rows out_stride apart
 //
 // A workgroup copies the row of one token; an invocation copies every 64th block of it.
@@ -26,6 +26,7 @@ layout(push_constant, std430) uniform Push {
     WriteFloats embedded;
     uint rows_per_shard;
     uint rows;
+    uint beyond;
     uint cols;
     uint out_stride;
     // Number of blocks that share one scale (common/weights.glsl).
@@ -36,7 +37,8 @@ layout(push_constant, std430) uniform Push {
 void main() {
     const uint token = gl_WorkGroupID.x;
     uint id = ids.at[token];
-    if (id >> 31 != 0) id = min(sampled.at[id & 0x7fffffffu], rows - 1);
+    if (id >> 31 != 0) id = sampled.at[id & 0x7fffffffu];
+    if (id >= rows) id = beyond;
     const Shard shard = shards.at[id / rows_per_shard];
     Blocks blocks = Blocks(shard.blocks);
     Scales scales = Scales(shard.scales);

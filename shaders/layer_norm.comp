@@ -15,6 +15,7 @@
 #define WORKGROUP 256
 #include "lanes.glsl"
 #include "reduce.glsl"
+#include "columns.glsl"
 #include "fast.glsl"
 #include "quantize.glsl"
 
@@ -38,19 +39,6 @@ layout(push_constant, std430) uniform Push {
     float eps;
 };
 
-// Replaces columns beyond the row by 0. Memory there may contain any values.
-vec4 within(vec4 value, uint column) {
-    return mix(vec4(0), value, lessThan(uvec4(column, column + 1, column + 2, column + 3), uvec4(dim)));
-}
-
-vec4 four_at(ReadFloats values, uint column) {
-    vec4 four = vec4(0);
-    [[unroll]] for (uint j = 0; j < 4; j++) {
-        if (column + j < dim) four[j] = values.at[column + j];
-    }
-    return four;
-}
-
 void main() {
     const uint row = gl_WorkGroupID.x, from = row * stride / 4, last = dim + 3 & ~3u;
 
@@ -58,9 +46,9 @@ void main() {
         float sum = 0.0;
         for (uint column = 4 * lane_of(turn); column < last; column += 4 * WORKGROUP) {
             const uint at = from + column / 4;
-            vec4 added = four_at(bias, column);
+            vec4 added = four_at(bias, 0, column, dim);
             if (RESIDUAL == 1) added = x_or_none.at[at] + added;
-            const vec4 value = within(hidden.at[at] + added, column);
+            const vec4 value = within(hidden.at[at] + added, column, dim);
             hidden.at[at] = value;
             sum += (value.x + value.y) + (value.z + value.w);
         }
@@ -71,8 +59,8 @@ void main() {
     for (uint turn = 0; turn < TURNS; turn++) {
         float squares = 0.0;
         for (uint column = 4 * lane_of(turn); column < last; column += 4 * WORKGROUP) {
-            const vec4 away = within(hidden.at[from + column / 4] - mean, column);
-            squares = fma(away.w, away.w, fma(away.z, away.z, fma(away.y, away.y, fma(away.x, away.x, squares))));
+            const vec4 away = within(hidden.at[from + column / 4] - mean, column, dim);
+            squares = add_squares(squares, away);
         }
         share(lane_of(turn), squares);
     }
@@ -87,8 +75,8 @@ void main() {
     for (uint column = 4 * gl_LocalInvocationID.x; column < end; column += 4 * INVOCATIONS) {
         vec4 normed = vec4(0);
         if (column < last) {
-            normed = (hidden.at[from + column / 4] - mean) * factor * four_at(weight, column) + four_at(shift, column);
-            normed = within(normed, column);
+            normed = (hidden.at[from + column / 4] - mean) * factor * four_at(weight, 0, column, dim) + four_at(shift, 0, column, dim);
+            normed = within(normed, column, dim);
 #ifndef INT8
             y.at[from + column / 4] = normed;
 #endif

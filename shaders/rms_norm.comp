@@ -20,6 +20,7 @@
 #define WORKGROUP 256
 #include "lanes.glsl"
 #include "reduce.glsl"
+#include "columns.glsl"
 #include "fast.glsl"
 #include "quantize.glsl"
 
@@ -58,21 +59,6 @@ layout(push_constant, std430) uniform Push {
     float scale;
 };
 
-// Replaces columns beyond the row by 0. Memory there may contain any values.
-vec4 within(vec4 value, uint column) {
-    return mix(vec4(0), value, lessThan(uvec4(column, column + 1, column + 2, column + 3), uvec4(dim)));
-}
-
-vec4 weight_at(ReadFloats weights, uint column) {
-    vec4 four = vec4(0);
-    [[unroll]] for (uint j = 0; j < 4; j++) {
-        if (column + j < dim) four[j] = weights.at[column + j];
-    }
-    return four;
-}
-
-float add_squares(float sum, vec4 v) { return fma(v.w, v.w, fma(v.z, v.z, fma(v.y, v.y, fma(v.x, v.x, sum)))); }
-
 // The factor of a row. Before the call, every lane must have shared its sum of squares.
 float factor_of(float epsilon) { return inversesqrt(workgroup_sum() / float(dim) + epsilon); }
 
@@ -90,7 +76,7 @@ void main() {
         for (uint turn = 0; turn < TURNS; turn++) {
             float squares = 0.0;
             for (uint column = 4 * lane_of(turn); column < last; column += 4 * WORKGROUP)
-                squares = add_squares(squares, within(x.at[from + column / 4], column));
+                squares = add_squares(squares, within(x.at[from + column / 4], column, dim));
             share(lane_of(turn), squares);
         }
         factor = factor_of(eps);
@@ -100,9 +86,9 @@ void main() {
     for (uint turn = 0; turn < TURNS; turn++) {
         float squares = 0.0;
         for (uint column = 4 * lane_of(turn); column < last; column += 4 * WORKGROUP) {
-            vec4 added = within(x.at[from + column / 4], column);
-            if (POST_NORM == 1) added = added * factor * weight_at(weight_or_none, column);
-            const vec4 sum = (within(hidden.at[to + column / 4], column) + added) * scale;
+            vec4 added = within(x.at[from + column / 4], column, dim);
+            if (POST_NORM == 1) added = added * factor * four_at(weight_or_none, 0, column, dim);
+            const vec4 sum = (within(hidden.at[to + column / 4], column, dim) + added) * scale;
             hidden.at[to + column / 4] = sum;
             squares = add_squares(squares, sum);
         }
@@ -128,10 +114,10 @@ void main() {
 #if defined(RESIDUAL)
             // The same invocation wrote these columns of `hidden`, so no barrier is needed.
             const vec4 value = hidden.at[to + column / 4] * factor;
-            normed = value * weight_at(next_weight, column);
-            if (TWICE == 1) second = value * weight_at(second_weight_or_none, column);
+            normed = value * four_at(next_weight, 0, column, dim);
+            if (TWICE == 1) second = value * four_at(second_weight_or_none, 0, column, dim);
 #else
-            normed = within(x.at[from + column / 4], column) * factor * weight_at(weight_or_none, column);
+            normed = within(x.at[from + column / 4], column, dim) * factor * four_at(weight_or_none, 0, column, dim);
 #endif
 #ifndef INT8
             y.at[to + column / 4] = normed;

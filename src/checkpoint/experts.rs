@@ -124,38 +124,47 @@ fn rows_of_each(
     name: &str,
     rows: std::ops::Range<usize>,
 ) -> Result<Entry, CheckpointError> {
-    let &[experts, of_each, cols] = &all.shape[..] else { panic!("{name}: not of all experts") };
-    if all.shape.contains(&0) {
-        let problem = format!("has shape {:?}; expected at least one of each", all.shape);
-        return Err(CheckpointError::tensor(&table.files[all.file].display, &all.name, problem));
-    }
+    let &[experts, _, cols] = &all.shape[..] else { panic!("{name}: not of all experts") };
     if experts > MAX_EXPERTS {
         let problem = format!("is of {experts} experts; expected at most {MAX_EXPERTS}");
         return Err(CheckpointError::tensor(&table.files[all.file].display, &all.name, problem));
     }
-    let cut = |expert: usize, data: &Span| {
-        let row_bytes = data.range.len() / (experts * of_each);
-        let at = |row: usize| data.range.start + (expert * of_each + row) * row_bytes;
+    Ok(Entry {
+        name: name.to_owned(),
+        shape: vec![experts, rows.len(), cols],
+        file: all.file,
+        stored: Stored::Stacked(matrices_of(table, all, rows)?),
+        interleaved: None,
+    })
+}
+
+/// Some rows of each matrix of a tensor `[matrices, rows, cols]`.
+pub(super) fn matrices_of(
+    table: &Table,
+    all: &Entry,
+    rows: std::ops::Range<usize>,
+) -> Result<Vec<Entry>, CheckpointError> {
+    let &[matrices, of_each, cols] = &all.shape[..] else { panic!("{}: not of several matrices", all.name) };
+    if all.shape.contains(&0) {
+        let problem = format!("has shape {:?}; expected at least one of each", all.shape);
+        return Err(CheckpointError::tensor(&table.files[all.file].display, &all.name, problem));
+    }
+    let cut = |matrix: usize, data: &Span| {
+        let row_bytes = data.range.len() / (matrices * of_each);
+        let at = |row: usize| data.range.start + (matrix * of_each + row) * row_bytes;
         Span { file: data.file, range: at(rows.start)..at(rows.end) }
     };
-    let part = |expert: usize| {
+    let part = |matrix: usize| {
         let stored = match &all.stored {
-            Stored::Plain { dtype, data } => Stored::Plain { dtype: *dtype, data: cut(expert, data) },
-            Stored::Ggml { kind, data } => Stored::Ggml { kind: *kind, data: cut(expert, data) },
+            Stored::Plain { dtype, data } => Stored::Plain { dtype: *dtype, data: cut(matrix, data) },
+            Stored::Ggml { kind, data } => Stored::Ggml { kind: *kind, data: cut(matrix, data) },
             _ => {
-                let problem = "is packed for all experts together; expected a packed matrix for each expert";
+                let problem = "is packed for all matrices together; expected each matrix packed by itself";
                 return Err(CheckpointError::tensor(&table.files[all.file].display, &all.name, problem));
             }
         };
         let shape = vec![rows.len(), cols];
         Ok(Entry { name: all.name.clone(), shape, file: all.file, stored, interleaved: None })
     };
-    let parts: Vec<Entry> = (0..experts).map(part).collect::<Result<_, _>>()?;
-    Ok(Entry {
-        name: name.to_owned(),
-        shape: vec![experts, rows.len(), cols],
-        file: all.file,
-        stored: Stored::Stacked(parts),
-        interleaved: None,
-    })
+    (0..matrices).map(part).collect()
 }

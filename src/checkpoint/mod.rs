@@ -21,6 +21,7 @@ mod native;
 mod open;
 mod packed;
 mod safetensors;
+mod stream_projections;
 mod table;
 mod view;
 

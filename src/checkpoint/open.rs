@@ -11,6 +11,7 @@ use super::legacy;
 use super::native::{self, Manifest, Synthetic};
 use super::packed;
 use super::safetensors::{Entries, header};
+use super::stream_projections;
 use super::table::{CheckpointFile, Entry, Span, Stored, Table};
 use super::view::{Encoding, Tensor};
 
@@ -57,6 +58,7 @@ impl Checkpoint {
             return Err(CheckpointError::file(files.location(), problem));
         }
         experts::join(&mut checkpoint.table)?;
+        stream_projections::split(&mut checkpoint.table)?;
         Ok(checkpoint)
     }
 

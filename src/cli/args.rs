@@ -469,14 +469,19 @@ pub enum Class {
 impl Class {
     pub const ALL: [Class; 3] = [Class::Attention, Class::FeedForward, Class::Embedding];
 
-    /// The class of a tensor; `None` for a norm, a bias, a tensor of a router, and a matrix that keeps its scheme. The head has
+    /// The class of a tensor; `None` for a norm, a bias, a tensor of a router or of residual streams, and a matrix that keeps its scheme. The head has
     /// the scheme of the embedding.
     pub fn of(spec: &TensorSpec) -> Option<Class> {
         match spec.role {
             Role::Embedding | Role::Head | Role::PerLayerEmbedding => Some(Class::Embedding),
             Role::Projection(InputGroup::Qkv | InputGroup::Output) => Some(Class::Attention),
             Role::Projection(_) => Some(Class::FeedForward),
-            Role::PerLayerMatrix | Role::Norm | Role::Bias | Role::Router | Role::Factors => None,
+            Role::KeptMatrix
+            | Role::Norm
+            | Role::Bias
+            | Role::Router
+            | Role::Coefficients
+            | Role::Factors => None,
         }
     }
 }

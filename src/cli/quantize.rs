@@ -314,7 +314,7 @@ impl<'a> Source<'a> {
     ) -> Result<Source<'a>, CheckpointError> {
         let class = Class::of(spec);
         let form = match class.map(|class| schemes.of(class)) {
-            None if spec.role != Role::PerLayerMatrix => Form::Plain(DType::F32),
+            None if spec.role != Role::KeptMatrix => Form::Plain(DType::F32),
             Some(Target(Some(scheme))) => Form::Packed(scheme),
             None | Some(Target(None)) => Form::Packed(tensor.scheme()?),
         };

@@ -173,6 +173,8 @@ pub struct LayerKind {
     pub experts: Option<Experts>,
     /// Whether the input of experts has a norm of its own, besides that of a dense network.
     pub has_expert_norm: bool,
+    /// Whether a token has several residual streams.
+    pub has_streams: bool,
 }
 
 impl LayerKind {
@@ -196,6 +198,7 @@ impl Default for LayerKind {
             has_value_norm: false,
             experts: None,
             has_expert_norm: false,
+            has_streams: false,
         }
     }
 }

@@ -12,6 +12,7 @@ pub(crate) mod operand;
 mod peak;
 pub(crate) mod pipelines;
 pub(crate) mod sampling;
+mod streams;
 mod vision;
 mod weights;
 
@@ -36,6 +37,7 @@ pub use sampling::{
     Bias, DrawArrays, DrawScratch, History, LOGPROB_WORDS, Logits, MAX_LOGPROBS, NO_TOKEN, SampleRequest,
     draw_words, mask_words,
 };
+pub use streams::{AltUp, STREAMS, StreamKernels};
 pub use vision::{GridTables, LayerNorm, PixelScale, Standardize, VisionKernels};
 pub use weights::{Embedding, Matrix, UploadError};
 
@@ -108,6 +110,7 @@ pub struct Kernels {
     attention_merge: OutputVariants,
     glu: OutputVariants,
     experts: Option<ExpertKernels>,
+    streams: Option<StreamKernels>,
     softcap: Arc<Pipeline>,
     moments: Arc<Pipeline>,
     pool: Arc<Pipeline>,
@@ -163,6 +166,7 @@ impl Kernels {
             attention_merge: into("attention_merge", &[])?,
             glu: into("glu", &[activation])?,
             experts: ExpertKernels::new(device, tiles, &layers)?,
+            streams: layers.has_streams.then(|| StreamKernels::new(device, tiles)).transpose()?,
             softcap: device.pipeline(&shaders::SOFTCAP, &[])?,
             moments: device.pipeline(&shaders::MOMENTS, &[])?,
             pool: device.pipeline(&shaders::POOL, &[])?,
@@ -216,8 +220,13 @@ impl Kernels {
         self.products.tokens(kind, scheme)
     }
 
+    /// The kernels of layers with several residual streams. Panics if the layers have one.
+    pub fn streams(&self) -> &StreamKernels {
+        self.streams.as_ref().expect("kernels of residual streams")
+    }
+
     /// Computes `out[t] = embedding[ids[t]] * scale` for `tokens` tokens. `sampled` holds the last id of each slot. An
-    /// id beyond the last row selects the last row.
+    /// id beyond the last row selects the row [`Embedding::beyond`].
     pub fn embed(
         &self,
         recorder: &mut Recorder<'_>,
@@ -227,7 +236,7 @@ impl Kernels {
         out: &Activations,
         tokens: usize,
     ) {
-        let Embedding { matrix, table, scale } = embedding;
+        let Embedding { matrix, table, scale, beyond } = embedding;
         let made = self.embed.iter().find(|(scheme, _)| scheme.shares_variant(matrix.scheme));
         let Some((_, pipeline)) = made else { panic!("embed: no kernel for a matrix of {}", matrix.scheme) };
         // A row of each token.
@@ -242,6 +251,7 @@ impl Kernels {
             embedded: &out.used(tokens, matrix.cols, "embed: out"),
             rows_per_shard: matrix.rows_per_shard as u32,
             rows: matrix.rows as u32,
+            beyond: *beyond,
             cols: matrix.cols as u32,
             out_stride: out.stride as u32,
             blocks_per_scale: matrix.scheme.blocks_per_scale() as u32,

@@ -54,6 +54,7 @@ pub fn all_pipelines(layers: LayerKind, group: u32, head_dim: u32) -> Vec<(&'sta
     let constants = |shader: &'static Shader| -> Vec<Vec<u32>> {
         match shader.constants.iter().map(|(_, name)| *name).collect::<Vec<_>>()[..] {
             [] if layers.experts.is_none() && shader.kernel == "group_pairs" => vec![],
+            [] if !layers.has_streams && ["altup", "cutoff", "streams"].contains(&shader.kernel) => vec![],
             [] => vec![vec![]],
             ["COLUMNS", "GROUPED"] => {
                 let plain = GPU_TILES.iter().map(|tile| vec![tile.columns, 0]);

@@ -150,6 +150,8 @@ pub struct Embedding {
     pub(super) table: Buffer,
     /// Factor for looked-up rows.
     pub(super) scale: f32,
+    /// The row of ids beyond the last row: the last one, unless [`Embedding::with_row_beyond`] names another one.
+    pub(super) beyond: u32,
 }
 
 impl Embedding {
@@ -168,14 +170,22 @@ impl Embedding {
         let bytes = Embedding::table_bytes(addresses.len());
         let table = arena.alloc(MemoryKind::Device, Class::Embedding, bytes, "embedding shard table")?;
         uploader.upload(&table, &addresses)?;
-        Ok(Embedding { matrix, table, scale })
+        let beyond = matrix.rows as u32 - 1;
+        Ok(Embedding { matrix, table, scale, beyond })
     }
 
     /// An embedding whose matrix has one shard, and the contents that the caller must write to `table`.
     pub fn of_one_shard(matrix: Matrix, table: Buffer, scale: f32) -> (Embedding, Vec<[u64; 2]>) {
         assert_eq!(table.size(), Embedding::table_bytes(matrix.shards.len()), "the table of an embedding");
         let addresses = matrix.addresses();
-        (Embedding { matrix, table, scale }, addresses)
+        let beyond = matrix.rows as u32 - 1;
+        (Embedding { matrix, table, scale, beyond }, addresses)
+    }
+
+    /// The same embedding, where ids beyond the last row have this one.
+    pub fn with_row_beyond(self, row: u32) -> Embedding {
+        assert!((row as usize) < self.matrix.rows, "row {row} of {}", self.matrix.rows);
+        Embedding { beyond: row, ..self }
     }
 
     /// The embedding's matrix, which computes the logits of a model without another head.

@@ -398,6 +398,28 @@ pub fn softcap(rows: usize, width: usize) -> Dispatch {
     }
 }
 
+/// The update of four residual streams before a layer, or after it.
+pub fn altup(rows: usize, width: usize, corrects: bool) -> Dispatch {
+    // Before: the streams, each read and written, and a copy of the first. After: also the prediction, and the scaled
+    // first stream.
+    let (shader, lists, weights) = match corrects {
+        false => (&shaders::ALTUP_PREDICT, 9, 5 * width + 64),
+        true => (&shaders::ALTUP_CORRECT, 10, 6 * width + 16),
+    };
+    let dispatch = norm(shader, rows, width, 0, floats(lists * rows * width));
+    Dispatch { weight_bytes: floats(weights), ..dispatch }
+}
+
+/// The streams that get the size of the first one, or their mean.
+pub fn streams(rows: usize, width: usize, merges: bool) -> Dispatch {
+    let (shader, lists) = if merges { (&shaders::STREAMS_MERGE, 5) } else { (&shaders::STREAMS_SPREAD, 7) };
+    norm(shader, rows, width, 0, floats(lists * rows * width))
+}
+
+pub fn cutoff(rows: usize, width: usize) -> Dispatch {
+    norm(&shaders::CUTOFF, rows, width, 0, floats(2 * rows * width))
+}
+
 /// The patches of an image, one in each row.
 pub fn patches(rows: usize, patch_size: usize) -> Dispatch {
     let (pixels, stride) = (rows * patch_size.pow(2), Activations::stride_of(3 * patch_size.pow(2)));
@@ -598,8 +620,8 @@ pub fn body(shader: &Shader, constants: &[u32], program: &Program) -> Option<Bod
             let trip = program.trip(steady, &|_| 1);
             Some(Body { trip, unrolled: 1, weights: 0, once: without(program, &[steady]), key_rounds: 0 })
         }
-        // These kernels have one or two loops over a row.
-        ("rms" | "embed" | "moments" | "pool" | "adjust" | "peak", [])
+        // These kernels have loops over a row.
+        ("rms" | "embed" | "moments" | "pool" | "adjust" | "peak" | "altup" | "streams" | "cutoff", [])
         | ("rms", [_] | [_, _])
         | ("layer" | "average", [_])
         | ("qkv", [_, _, _]) => {
@@ -847,7 +869,7 @@ mod tests {
     fn every_pipeline_has_a_case_for_its_steady_loop() {
         let program = Program::parse("BB1:\n\tv_fma_f32 v1, v2, v3, v4\n\ts_cbranch_scc1 BB1\n").unwrap();
         let experts = Experts { count: 128, per_token: 8, renormalizes: true };
-        let layers = LayerKind { experts: Some(experts), ..LayerKind::default() };
+        let layers = LayerKind { experts: Some(experts), has_streams: true, ..LayerKind::default() };
         for (shader, constants) in crate::kernels::all_pipelines(layers, 2, 128) {
             let found = body(shader, &constants, &program);
             let has_none = ["history", "glu", "quantize", "softcap", "activate", "patches", "grid"]

@@ -84,7 +84,7 @@ pub fn synth(args: &args::Synth) -> Result<(), Error> {
 fn files(config: &ModelSpec, schemes: &Schemes) -> Vec<(String, Vec<(NewTensor, f32)>)> {
     let tensor = |spec: &TensorSpec| {
         let form = match Class::of(spec).map(|class| schemes.of(class)) {
-            None if spec.role == Role::PerLayerMatrix => Form::Packed(Scheme::Bf16),
+            None if spec.role == Role::KeptMatrix => Form::Packed(Scheme::Bf16),
             None => Form::Plain(DType::F32),
             Some(Target(scheme)) => Form::Packed(scheme.unwrap_or(Scheme::Bf16)),
         };

@@ -8,7 +8,7 @@ use serde_json::{Map, Value};
 
 use super::config::{ConfigError, GenerationConfig, Level, union};
 use super::spec::{Arch, ModelSpec, Shape};
-use super::{gemma3, gemma4, llama, qwen2, qwen3, qwen3_moe};
+use super::{gemma3, gemma3n, gemma4, llama, qwen2, qwen3, qwen3_moe};
 use crate::checkpoint::gguf::GgufArch;
 use crate::checkpoint::{CheckpointError, ModelFiles, short};
 
@@ -16,8 +16,15 @@ const CONFIG_FILE: &str = "config.json";
 const GENERATION_CONFIG_FILE: &str = "generation_config.json";
 
 /// All architectures.
-static ARCHS: [&Arch; 6] =
-    [&gemma3::ARCH, &gemma4::ARCH, &llama::ARCH, &qwen2::ARCH, &qwen3::ARCH, &qwen3_moe::ARCH];
+static ARCHS: [&Arch; 7] = [
+    &gemma3::ARCH,
+    &gemma3n::ARCH,
+    &gemma4::ARCH,
+    &llama::ARCH,
+    &qwen2::ARCH,
+    &qwen3::ARCH,
+    &qwen3_moe::ARCH,
+];
 /// How GGUF files of each architecture are read.
 static GGUF_ARCHS: [&GgufArch; ARCHS.len()] = {
     let mut all = [ARCHS[0].gguf; ARCHS.len()];

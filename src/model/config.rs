@@ -153,6 +153,34 @@ impl LayerType {
         };
         types.iter().enumerate().map(read).collect::<Result<_, _>>().map(Some)
     }
+
+    /// For each of the layers with these types, the layer whose keys and values it uses in place of its own. The last
+    /// `num_kv_shared_layers` layers, by default `shared`, use those of the last layer of their type before them.
+    pub(super) fn kv_sources(
+        text: &Level,
+        types: &[LayerType],
+        shared: usize,
+    ) -> Result<Vec<Option<usize>>, ConfigError> {
+        const NAME: &str = "num_kv_shared_layers";
+        let shared = text.optional_size(NAME, shared, 0..=MAX_LAYERS)?;
+        let Some(own) = types.len().checked_sub(shared) else {
+            return Err(text.error(NAME, format!("is {shared}; expected at most {} layers", types.len())));
+        };
+        let source = |(i, kind): (usize, &LayerType)| match i < own {
+            true => Ok(None),
+            false => match types[..own].iter().rposition(|other| other == kind) {
+                Some(source) => Ok(Some(source)),
+                None => {
+                    let problem = format!(
+                        "is {shared}; expected a layer of the type {} before these, for layer {i}",
+                        kind.name()
+                    );
+                    Err(text.error(NAME, problem))
+                }
+            },
+        };
+        types.iter().enumerate().map(source).collect()
+    }
 }
 
 /// A value as a message may quote it.

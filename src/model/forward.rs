@@ -8,7 +8,7 @@ use super::layers::{DeviceLayer, DevicePerLayer, ExpertScratch, PerLayerScratch,
 use super::memory;
 use super::model_runner::ModelRunner;
 use super::step::{Frame, PoolRequest, StepOutputs};
-use super::tensors::{InputGroup, Norms, PerLayerMatrices, Projections};
+use super::tensors::{InputGroup, KeptMatrices, Norms, Projections};
 use super::{Batch, BlockCopy, ImageSpan};
 use crate::gpu::{Buffer, Recorder};
 use crate::kernels::{
@@ -37,6 +37,7 @@ impl ModelRunner {
         self.kernels.embed(recorder, &self.embedding, ids, &self.sampled, hidden, tokens);
         self.record_per_layer_embeddings(recorder, ids, tokens);
         self.record_images(recorder, batch);
+        self.record_spread(recorder, tokens);
         self.record_history(recorder, frame, batch);
         if let Some(experts) = &self.scratch.experts {
             recorder.fill(&experts.used(), 0);
@@ -50,7 +51,7 @@ impl ModelRunner {
         let (kernels, PerLayerScratch { inputs: all, products, .. }) = (&self.kernels, scratch);
         recorder.label("per-layer embed");
         kernels.embed(recorder, embedding, ids, &self.sampled, all, tokens);
-        let input = self.quantized_input(recorder, projection, &self.scratch, tokens);
+        let input = self.quantized_input(recorder, projection, &self.scratch.hidden, &self.scratch, tokens);
         recorder.label("per-layer model projection");
         kernels.matmul(recorder, &[(projection, products)], &input, tokens);
         // Each layer's part of a token's embeddings is a row.
@@ -64,18 +65,19 @@ impl ModelRunner {
         }
     }
 
-    /// The residual stream as the input of a matrix.
-    fn quantized_input(
+    /// Activations in the width of the residual stream as the input of a matrix.
+    pub(super) fn quantized_input(
         &self,
         recorder: &mut Recorder<'_>,
         matrix: &Matrix,
-        Scratch { hidden, normed_blocks, .. }: &Scratch,
+        x: &Activations,
+        Scratch { normed_blocks, .. }: &Scratch,
         tokens: usize,
     ) -> Operand {
-        let input = Operand::new(self.kernels.wants([matrix]), hidden, normed_blocks);
+        let input = Operand::new(self.kernels.wants([matrix]), x, normed_blocks);
         if input.blocks.is_some() {
             recorder.label("quantize");
-            self.kernels.quantize(recorder, hidden, normed_blocks, tokens);
+            self.kernels.quantize(recorder, x, normed_blocks, tokens);
         }
         input
     }
@@ -111,6 +113,9 @@ impl ModelRunner {
         tokens: usize,
     ) {
         let (kernels, scratch, rows) = (&self.kernels, &self.scratch, wanted.rows.len());
+        if rows > 0 || !wanted.pooling.is_empty() {
+            self.record_merge(recorder, tokens);
+        }
         if !wanted.pooling.is_empty() {
             let normed = Operand::floats(&scratch.normed);
             kernels.rms_norm(recorder, &scratch.hidden, &self.norm, &normed, tokens);
@@ -204,7 +209,7 @@ impl ModelRunner {
     /// One decoder layer for the step's tokens `rows`: attention and the feed-forward network, each after a norm, and
     /// before a second one in some architectures, added to the residual stream, which some architectures then multiply
     /// by a number. A layer leaves the feed-forward result in `delta`. The next layer adds it, in one kernel with its
-    /// first norm. After the last layer, a separate kernel adds it.
+    /// first norm. After the last layer, a separate kernel adds it. Layers with several residual streams add it themselves.
     pub(super) fn record_layer(
         &self,
         recorder: &mut Recorder<'_>,
@@ -263,14 +268,16 @@ impl ModelRunner {
     ) {
         let layer = &self.layers[index];
         let (kernels, tokens) = (&self.kernels, rows.len());
-        let Scratch { hidden, normed, delta, q, k, v, normed_blocks, .. } = &layer.scratch.rows(&rows);
+        let scratch = &layer.scratch.rows(&rows);
+        let Scratch { hidden, normed, delta, q, k, v, normed_blocks, .. } = scratch;
         let normed_in = Operand::new(layer.wants.qkv, normed, normed_blocks);
         let first_norm = &layer.norms.input_layernorm;
         recorder.label("input norm");
-        match index.checked_sub(1) {
-            None => kernels.rms_norm(recorder, hidden, first_norm, &normed_in, tokens),
-            Some(before) => {
-                let last = self.layers[before].last_add();
+        let before = index.checked_sub(1).and_then(|before| self.layers[before].last_add());
+        match (&layer.altup, before) {
+            (Some(altup), _) => self.record_prediction(recorder, (layer, altup), scratch, &normed_in, tokens),
+            (None, None) => kernels.rms_norm(recorder, hidden, first_norm, &normed_in, tokens),
+            (None, Some(last)) => {
                 kernels.residual(recorder, delta, last, (hidden, first_norm), &normed_in, tokens);
             }
         }
@@ -283,6 +290,7 @@ impl ModelRunner {
         kernels.matmul(recorder, &products, &normed_in, tokens);
         let values = if v_proj.is_some() { v } else { k };
         kernels.qkv_store(recorder, &layer.attention, [q, k, values], step, tokens);
+        self.record_laurel(recorder, layer, scratch, &normed_in, tokens);
     }
 
     /// What a layer computes after attention.
@@ -310,7 +318,8 @@ impl ModelRunner {
             }
             _ => {
                 let next = (hidden, pre_feedforward_layernorm);
-                kernels.residual(recorder, delta, (norm, 1.0), next, &normed_in, tokens);
+                let added = (norm, layer.attention_scale);
+                kernels.residual(recorder, delta, added, next, &normed_in, tokens);
                 normed_in.clone()
             }
         };
@@ -327,7 +336,17 @@ impl ModelRunner {
             let gated_in = Operand::new(layer.wants.down.expect("of down_proj"), gate, gated_blocks);
             self.add_squares(recorder, index, InputGroup::GateUp, normed, tokens);
             recorder.label("gate, up");
-            kernels.gated(recorder, gate_and_up, &normed_in, [gate, up], &gated_in, tokens);
+            let products = [gate, up];
+            match layer.gate_cutoff {
+                None => kernels.gated(recorder, gate_and_up, &normed_in, products, &gated_in, tokens),
+                Some(deviations) => {
+                    let pair = [(gate_and_up[0], gate), (gate_and_up[1], up)];
+                    kernels.matmul(recorder, &pair, &normed_in, tokens);
+                    recorder.label("cutoff");
+                    kernels.streams().cutoff(recorder, gate, deviations, tokens);
+                    kernels.glu(recorder, gate, up, &gated_in, tokens);
+                }
+            }
             self.add_squares(recorder, index, InputGroup::Down, gate, tokens);
             recorder.label("down_proj");
             kernels.matmul(recorder, &[(down_proj, delta)], &gated_in, tokens);
@@ -336,14 +355,14 @@ impl ModelRunner {
             self.record_experts(recorder, layer, mixture, &scratch, tokens);
         }
         self.record_per_layer_input(recorder, index, &scratch, tokens);
-        if index + 1 == self.layers.len() {
+        if let Some(last) = layer.last_add().filter(|_| index + 1 == self.layers.len()) {
             recorder.label("last add");
-            kernels.rms_norm_add(recorder, delta, layer.last_add(), hidden, tokens);
+            kernels.rms_norm_add(recorder, delta, last, hidden, tokens);
         }
     }
 
     /// Adds the feed-forward result to the residual stream, and leaves in `delta` what the layer's per-layer embeddings
-    /// contribute, in a model that has some.
+    /// contribute, in a model that has some. With several residual streams, adds that too.
     fn record_per_layer_input(
         &self,
         recorder: &mut Recorder<'_>,
@@ -351,9 +370,9 @@ impl ModelRunner {
         scratch: &Scratch,
         tokens: usize,
     ) {
-        let DeviceLayer { norms, per_layer, .. } = &self.layers[index];
-        let PerLayerMatrices { per_layer_input_gate: Some(gate), per_layer_projection: Some(projection) } =
-            per_layer
+        let layer = &self.layers[index];
+        let KeptMatrices { per_layer_input_gate: Some(gate), per_layer_projection: Some(projection), .. } =
+            &layer.kept
         else {
             return;
         };
@@ -361,9 +380,13 @@ impl ModelRunner {
         let of_layers = scratch.per_layer.as_ref().expect("scratch of per-layer embeddings");
         let PerLayerScratch { inputs, gate: gated, gated_blocks, .. } = of_layers;
         recorder.label("feed-forward add");
-        let norm = norms.post_feedforward_layernorm.as_ref();
+        let norm = layer.norms.post_feedforward_layernorm.as_ref();
         kernels.rms_norm_add(recorder, delta, (norm, 1.0), hidden, tokens);
-        let input = self.quantized_input(recorder, gate, scratch, tokens);
+        let stream = match &layer.altup {
+            Some(altup) => self.record_correction(recorder, altup, scratch, tokens),
+            None => hidden,
+        };
+        let input = self.quantized_input(recorder, gate, stream, scratch, tokens);
         recorder.label("per-layer gate");
         kernels.matmul(recorder, &[(gate, gated)], &input, tokens);
         let input = Operand::new(kernels.wants([projection]), gated, gated_blocks);
@@ -372,6 +395,9 @@ impl ModelRunner {
         kernels.glu(recorder, gated, &own, &input, tokens);
         recorder.label("per-layer projection");
         kernels.matmul(recorder, &[(projection, delta)], &input, tokens);
+        if layer.altup.is_some() {
+            self.record_stream_adds(recorder, layer, scratch, tokens);
+        }
     }
 
     /// Chooses the experts of the tokens in `hidden`, whose inputs are in `input`.

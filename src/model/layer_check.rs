@@ -91,14 +91,14 @@ impl ModelRunner {
             };
             let [hidden, delta] =
                 [&model.scratch.hidden, &model.scratch.delta].map(|all| all.rows(&(last..last + 1)));
-            if after == 0 || after == model.layers.len() {
+            let before = after.checked_sub(1).filter(|_| after < model.layers.len());
+            let Some(last) = before.and_then(|before| model.layers[before].last_add()) else {
                 return recorder.copy(&hidden.buffer, place, place.size());
-            }
+            };
             // The next layer adds this layer's last result to the residual stream, so it is still missing here.
             // `normed` is not in use until then.
             let sum = model.scratch.normed.rows(&(0..1));
             recorder.copy(&hidden.buffer, &sum.buffer, place.size());
-            let last = model.layers[after - 1].last_add();
             model.kernels.rms_norm_add(recorder, &delta, last, &sum, 1);
             recorder.copy(&sum.buffer, place, place.size());
         };

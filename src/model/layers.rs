@@ -4,12 +4,12 @@ use std::ops::Range;
 
 use super::memory;
 use super::spec::{LayerSpec, ModelSpec, PerLayerInputs};
-use super::tensors::{Inputs, Norms, PerLayerMatrices, Projections};
+use super::tensors::{Inputs, KeptMatrices, Norms, Projections, StreamProjections};
 use crate::gpu::placement::{Class, MemoryKind};
 use crate::gpu::{Arena, Buffer, GpuError};
 use crate::kernels::{
-    Activations, Attention, Embedding, Logits, Matrix, Partials, Quantized, RmsNorm, Router, Routing, Wants,
-    partial_width,
+    Activations, AltUp, Attention, Embedding, Logits, Matrix, Partials, Quantized, RmsNorm, Router, Routing,
+    STREAMS, Wants, partial_width,
 };
 
 /// The weights of one layer on the device, with its KV cache.
@@ -18,12 +18,17 @@ pub(crate) struct DeviceLayer {
     pub(crate) pool: usize,
     pub(crate) attention: Attention,
     pub(super) projections: Projections<Matrix>,
-    pub(super) per_layer: PerLayerMatrices<Matrix>,
+    pub(super) kept: KeptMatrices<Matrix>,
     pub(super) norms: Norms<RmsNorm>,
-    /// The factor of the residual stream after the layer.
+    /// The factors of the residual stream after attention, and after the layer.
+    pub(super) attention_scale: f32,
     pub(super) scale: f32,
     /// The router of a layer with experts.
     pub(super) router: Option<Router>,
+    /// How the layer updates several residual streams.
+    pub(super) altup: Option<AltUp>,
+    /// As [`LayerSpec::gate_cutoff`].
+    pub(super) gate_cutoff: Option<f32>,
     /// The model's activations in the widths of the layer's heads.
     pub(super) scratch: Scratch,
     /// The form in which each group of matrices takes its input.
@@ -41,10 +46,12 @@ impl Inputs<Wants> {
 }
 
 impl DeviceLayer {
-    /// The norm of the layer's last result before it is added to the residual stream, and the factor of the sum.
-    pub(super) fn last_add(&self) -> (Option<&RmsNorm>, f32) {
+    /// The norm of the layer's last result, in `delta`, before it is added to the residual stream, and the factor of the
+    /// sum. `None` if the layer has added it.
+    pub(super) fn last_add(&self) -> Option<(Option<&RmsNorm>, f32)> {
         let Norms { post_feedforward_layernorm, post_per_layer_input_norm, .. } = &self.norms;
-        (post_per_layer_input_norm.as_ref().or(post_feedforward_layernorm.as_ref()), self.scale)
+        let norm = post_per_layer_input_norm.as_ref().or(post_feedforward_layernorm.as_ref());
+        self.altup.is_none().then_some((norm, self.scale))
     }
 }
 
@@ -59,10 +66,13 @@ pub(super) struct DevicePerLayer {
     pub inputs: PerLayerInputs,
 }
 
+/// What makes several residual streams from an embedding, and brings them together.
+pub(super) type DeviceStreams = StreamProjections<Matrix>;
+
 /// Activations of a step, `[max_batch_tokens, ..]` f32 each.
 #[derive(Clone)]
 pub(crate) struct Scratch {
-    /// The residual stream, `[hidden_size]`.
+    /// The residual stream, or the first of several ones, `[hidden_size]`.
     pub(super) hidden: Activations,
     /// A normed copy of the residual stream, `[hidden_size]`, and the output of the last sublayer, `[hidden_size]`.
     pub(super) normed: Activations,
@@ -91,6 +101,8 @@ pub(crate) struct Scratch {
     pub(super) final_blocks: Quantized,
     /// The per-layer embeddings of the model or of its draft model.
     pub(super) per_layer: Option<PerLayerScratch>,
+    /// The residual streams of the model or of its draft model, besides the first one.
+    pub(super) streams: Option<StreamScratch>,
     /// What experts take and compute, of a mixture.
     pub(super) experts: Option<ExpertScratch>,
 }
@@ -135,6 +147,63 @@ impl PerLayerScratch {
     }
 }
 
+/// Activations of several residual streams.
+#[derive(Clone)]
+pub(super) struct StreamScratch {
+    /// All streams but the first one, `[hidden_size]`.
+    pub others: [Activations; STREAMS - 1],
+    /// What was predicted for the first stream, `[hidden_size]`.
+    pub predicted: Activations,
+    /// The product with the first matrix of a learned residual, `[laurel_rank]`.
+    pub laurel: Activations,
+    pub laurel_blocks: Quantized,
+}
+
+impl StreamScratch {
+    const BUFFERS: usize = 6;
+
+    fn of(config: &ModelSpec, buffers: [Buffer; Self::BUFFERS]) -> StreamScratch {
+        // A model with one residual stream keeps the buffers for its draft model.
+        let rank = config.streams.map_or(0, |streams| streams.laurel_rank);
+        let [second, third, fourth, predicted, laurel, laurel_blocks] = buffers;
+        let stream = |buffer| Activations::new(buffer, config.hidden_size);
+        StreamScratch {
+            others: [second, third, fourth].map(stream),
+            predicted: stream(predicted),
+            laurel: Activations::new(laurel, rank),
+            laurel_blocks: Quantized::new(laurel_blocks, rank),
+        }
+    }
+
+    fn buffers(&self) -> [&Buffer; Self::BUFFERS] {
+        let StreamScratch { others: [second, third, fourth], predicted, laurel, laurel_blocks } = self;
+        [
+            &second.buffer,
+            &third.buffer,
+            &fourth.buffer,
+            &predicted.buffer,
+            &laurel.buffer,
+            &laurel_blocks.buffer,
+        ]
+    }
+
+    fn rows(&self, rows: &Range<usize>) -> StreamScratch {
+        let StreamScratch { others, predicted, laurel, .. } = self;
+        StreamScratch {
+            others: others.each_ref().map(|stream| stream.rows(rows)),
+            predicted: predicted.rows(rows),
+            laurel: laurel.rows(rows),
+            ..self.clone()
+        }
+    }
+
+    /// All streams, of which `hidden` is the first.
+    pub fn all<'a>(&'a self, hidden: &'a Activations) -> [&'a Activations; STREAMS] {
+        let [second, third, fourth] = &self.others;
+        [hidden, second, third, fourth]
+    }
+}
+
 /// Activations of the experts of some of a step's tokens, and of the pairs of a token and one of its experts.
 #[derive(Clone)]
 pub(super) struct ExpertScratch {
@@ -173,6 +242,7 @@ impl Scratch {
             gate: gate.rows(rows),
             up: up.rows(rows),
             per_layer: self.per_layer.as_ref().map(|per_layer| per_layer.rows(rows)),
+            streams: self.streams.as_ref().map(|streams| streams.rows(rows)),
             ..self.clone()
         }
     }
@@ -204,10 +274,12 @@ impl Scratch {
         tokens: usize,
         sizes: Vec<(&str, u64)>,
     ) -> Result<Scratch, GpuError> {
-        let has_per_layer = sizes.iter().any(|(name, _)| *name == memory::PER_LAYER_INPUTS);
+        let has = |wanted: &str| sizes.iter().any(|(name, _)| *name == wanted);
+        let optional =
+            OptionalScratch { per_layer: has(memory::PER_LAYER_INPUTS), streams: has(memory::SECOND_STREAM) };
         let buffers = sizes.into_iter().map(|(name, bytes)| device_buffer(arena, bytes, name));
         let buffers = buffers.collect::<Result<Vec<_>, _>>()?;
-        Ok(Scratch::of(config, tokens, buffers, has_per_layer))
+        Ok(Scratch::of(config, tokens, buffers, optional))
     }
 
     /// These buffers in the shapes of another model, whose steps run between those of this model.
@@ -222,16 +294,15 @@ impl Scratch {
         // A draft model has no experts.
         let floats = in_layers.into_iter().chain(after_layers).map(|activations| &activations.buffer);
         let per_layer = self.per_layer.iter().flat_map(PerLayerScratch::buffers);
-        let all = floats.chain(blocks.map(|blocks| &blocks.buffer)).chain(per_layer);
-        Scratch::of(config, tokens, all.cloned().collect(), self.per_layer.is_some())
+        let streams = self.streams.iter().flat_map(StreamScratch::buffers);
+        let all = floats.chain(blocks.map(|blocks| &blocks.buffer)).chain(per_layer).chain(streams);
+        let optional =
+            OptionalScratch { per_layer: self.per_layer.is_some(), streams: self.streams.is_some() };
+        Scratch::of(config, tokens, all.cloned().collect(), optional)
     }
 
-    pub(super) fn of(
-        config: &ModelSpec,
-        tokens: usize,
-        buffers: Vec<Buffer>,
-        has_per_layer: bool,
-    ) -> Scratch {
+    /// The buffers are in the order of [`memory::MemoryRequest::activation_bytes`].
+    fn of(config: &ModelSpec, tokens: usize, buffers: Vec<Buffer>, optional: OptionalScratch) -> Scratch {
         let mut buffers = buffers.into_iter();
         let mut each = memory::activations(config, tokens)
             .map(|(name, rows, width)| {
@@ -246,9 +317,13 @@ impl Scratch {
                 assert!(buffer.size() >= Quantized::bytes(rows, width), "{name}: the buffer is too small");
                 Quantized::new(buffer, width)
             });
-        let per_layer = has_per_layer.then(|| {
+        let per_layer = optional.per_layer.then(|| {
             let four = [(); 4].map(|()| buffers.next().expect("one for each field"));
             PerLayerScratch::of(config, four)
+        });
+        let streams = optional.streams.then(|| {
+            let six = [(); StreamScratch::BUFFERS].map(|()| buffers.next().expect("one for each field"));
+            StreamScratch::of(config, six)
         });
         let experts = config.mixture.map(|mixture| {
             let mut next = || buffers.next().expect("one for each field");
@@ -283,9 +358,16 @@ impl Scratch {
             gated_blocks,
             final_blocks,
             per_layer,
+            streams,
             experts,
         }
     }
+}
+
+/// The buffers that only some models have.
+struct OptionalScratch {
+    per_layer: bool,
+    streams: bool,
 }
 
 pub(super) fn device_buffer(arena: &mut Arena, bytes: u64, name: &str) -> Result<Buffer, GpuError> {

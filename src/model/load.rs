@@ -9,10 +9,9 @@ use std::time::Duration;
 
 use super::arch;
 use super::config::{ConfigError, GenerationConfig};
-use super::layers::{DeviceLayer, DevicePerLayer, Scratch, device_buffer};
+use super::layers::{DeviceLayer, DevicePerLayer, DeviceStreams, Scratch, device_buffer};
 use super::memory::{
-    self, DEFAULT_BLOCK_SIZE, DoesNotFit, DraftMemoryRequest, Fit, MAX_IN_FLIGHT, MemoryRequest,
-    PerLayerSchemes, Schemes,
+    self, DEFAULT_BLOCK_SIZE, DoesNotFit, DraftMemoryRequest, Fit, MAX_IN_FLIGHT, MemoryRequest, Schemes,
 };
 use super::model_runner::{Loaded, ModelRunner, NotCompared};
 use super::offload::{OffloadBuffers, OffloadError, OffloadLimits};
@@ -21,8 +20,9 @@ use super::rope::RopeSpec;
 use super::self_test::{self, SelfTest, Traits};
 use super::spec::{LayerSpec, Mixture, ModelSpec, NormWeight, each_once};
 use super::step::Frame;
+use super::streams::ATTENTION_SCALE;
 use super::tensors::{
-    Biases, Inputs, Layer, Norms, PerLayerMatrices, Projections, RouterTensors, TensorSpec,
+    AltUpTensors, Biases, Inputs, KeptMatrices, Layer, Norms, Projections, RouterTensors, TensorSpec,
 };
 use super::vision::{Tower, TowerLoad, TowerRequest, VisionSpec};
 use super::weights::{Weights, WeightsError};
@@ -32,7 +32,7 @@ use crate::gpu::placement::{self, Class, MemoryKind, Plan};
 use crate::gpu::residency::{self, Residency};
 use crate::gpu::{Arena, Buffer, CommandBuffer, Device, GpuError, Uploader};
 use crate::kernels::{
-    Attention, AttentionBy, AttentionShape, Embedding, History, Kernels, KvCache, MAX_GROUP, Matrices,
+    AltUp, Attention, AttentionBy, AttentionShape, Embedding, History, Kernels, KvCache, MAX_GROUP, Matrices,
     Matrix, RmsNorm, Router, Tiles, UploadError, Wants,
 };
 use crate::tensor::{KvDtype, Precision, QuantizeMode, Scheme, VisionMode};
@@ -585,11 +585,10 @@ impl<'a> Load<'a> {
             _ => None,
         };
         let per_layer = self.per_layer_embeddings(source, weights, schemes)?;
-        let none = PerLayerMatrices { per_layer_input_gate: None, per_layer_projection: None };
-        let of_per_layer = schemes.per_layer.iter().flat_map(|schemes| schemes.layers.iter().copied());
-        let mut of_per_layer = of_per_layer.chain(std::iter::repeat(none));
+        let streams = self.streams(source, weights, schemes)?;
         let mut of_layers = Vec::new();
-        for ((tensors, specs), schemes) in tensors.layers.iter().zip(&specs.layers).zip(&schemes.layers) {
+        let of_schemes = schemes.layers.iter().zip(&schemes.kept);
+        for ((tensors, specs), (schemes, kept)) in tensors.layers.iter().zip(&specs.layers).zip(of_schemes) {
             let projections = tensors.projections.zip(specs.projections.as_ref()).zip(*schemes);
             let projections = projections
                 .try_map(|((tensor, spec), scheme)| self.matrix(checkpoint, tensor, spec, scheme))?;
@@ -600,11 +599,12 @@ impl<'a> Load<'a> {
             let scalars = tensors.scalars.try_map(|tensor| self.number(source, &tensor))?;
             let router = tensors.router.zip(specs.router.as_ref());
             let router = router.try_map(|(tensor, spec)| self.vector(source, tensor, spec, 0.0))?;
-            let schemes = of_per_layer.next().expect("one for each layer");
-            let matrices = tensors.per_layer.zip(specs.per_layer.as_ref()).zip(schemes);
-            let per_layer =
-                matrices.try_map(|((tensor, spec), scheme)| self.matrix(checkpoint, tensor, spec, scheme))?;
-            of_layers.push(Layer { projections, norms, biases, scalars, router, per_layer });
+            let kept = tensors.kept.zip(specs.kept.as_ref()).zip(*kept);
+            let kept =
+                kept.try_map(|((tensor, spec), scheme)| self.matrix(checkpoint, tensor, spec, scheme))?;
+            let altup = tensors.altup.zip(specs.altup.as_ref());
+            let altup = altup.try_map(|(tensor, spec)| self.vector(source, tensor, spec, 0.0))?;
+            of_layers.push(Layer { projections, norms, biases, scalars, router, kept, altup });
         }
         self.read_queued(checkpoint)?;
         let tokens = self.request.batch_tokens();
@@ -652,7 +652,7 @@ impl<'a> Load<'a> {
         let pools = memory::pools_of_layers(config, &limits.kv.pools);
         let loaded = of_layers.into_iter().zip(moments).zip(&config.layers).zip(pools);
         for (i, (((of_layer, moments), spec), pool)) in loaded.enumerate() {
-            let Layer { projections, norms, biases, scalars, router, per_layer } = of_layer;
+            let Layer { projections, norms, biases, scalars, router, kept, altup } = of_layer;
             let bytes = memory::kv_pool_bytes(&spec.heads, options.kv, &limits.kv, pool);
             let mut half = |what: &str| {
                 arena.alloc(MemoryKind::Device, Class::KvCache, bytes, &format!("layer {i} {what} cache"))
@@ -677,7 +677,7 @@ impl<'a> Load<'a> {
                 shares_cache: spec.kv_source.is_some(),
                 cache,
             };
-            let wants = input_forms(&kernels, &projections, &norms);
+            let wants = input_forms(&kernels, &projections, &kept, &norms);
             let scale = scalars.layer_scalar.unwrap_or(1.0);
             let scratch = scratch.of_layer(spec);
             let router = config.mixture.as_ref().and_then(|mixture| device_router(mixture, &norms, router));
@@ -685,8 +685,11 @@ impl<'a> Load<'a> {
                 pool,
                 attention,
                 projections,
-                per_layer,
+                kept,
+                altup: device_altup(&norms, altup),
+                gate_cutoff: spec.gate_cutoff,
                 norms,
+                attention_scale: if config.streams.is_some() { ATTENTION_SCALE } else { 1.0 },
                 scale,
                 router,
                 scratch,
@@ -740,6 +743,7 @@ impl<'a> Load<'a> {
             embedding,
             lm_head,
             per_layer,
+            streams,
             norm,
             layers,
             scratch,
@@ -887,6 +891,8 @@ impl<'a> Load<'a> {
         let spec = &specs.embed_tokens_per_layer;
         let table = self.matrix(checkpoint, tensors.embed_tokens_per_layer, spec, schemes.embedding)?;
         let embedding = Embedding::new(&mut self.arena, &mut self.uploader, table, inputs.embed_scale)?;
+        // Ids without embeddings of their own have those of the first id.
+        let embedding = embedding.with_row_beyond(0);
         let spec = &specs.per_layer_model_projection;
         let projection =
             self.matrix(checkpoint, tensors.per_layer_model_projection, spec, schemes.projection)?;
@@ -894,6 +900,26 @@ impl<'a> Load<'a> {
         // The norm of `factor * x` is that of `x` with an epsilon that is divided by the factor's square.
         let eps = (f64::from(norm.eps) / f64::from(inputs.projection_scale).powi(2)) as f32;
         Ok(Some(DevicePerLayer { embedding, projection, norm: RmsNorm { eps, ..norm }, inputs }))
+    }
+
+    /// The matrices between residual streams outside of the layers.
+    fn streams(
+        &mut self,
+        source: &'a Source<'_>,
+        weights: &Weights<'a>,
+        schemes: &Schemes,
+    ) -> Result<Option<DeviceStreams>, LoadError> {
+        let specs = &source.config.tensors.streams;
+        let (Some(specs), Some(tensors), Some(schemes)) = (specs, &weights.tensors.streams, &schemes.streams)
+        else {
+            return Ok(None);
+        };
+        let all = tensors.as_ref().zip(specs.as_ref()).zip(*schemes);
+        let checkpoint = &source.checkpoint;
+        let matrix = |((tensor, spec), scheme): ((&Tensor<'a>, &TensorSpec), Scheme)| {
+            self.matrix(checkpoint, *tensor, spec, scheme)
+        };
+        all.try_map(matrix).map(Some)
     }
 
     fn queued_bytes(&self) -> u64 {
@@ -929,6 +955,7 @@ fn attention_shape(spec: &LayerSpec, limits: &Limits) -> AttentionShape {
 fn input_forms(
     kernels: &Kernels,
     projections: &Projections<Matrix>,
+    kept: &KeptMatrices<Matrix>,
     norms: &Norms<RmsNorm>,
 ) -> Inputs<Wants> {
     let Projections { q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj, .. } = projections;
@@ -940,7 +967,7 @@ fn input_forms(
     let (dense, of_experts) = (gate_up(gate_proj, up_proj), gate_up(expert_gate_proj, expert_up_proj));
     let both = norms.pre_feedforward_layernorm_2.as_ref().and(dense).zip(of_experts).map(|(a, b)| a | b);
     Inputs {
-        qkv: kernels.wants([q_proj].into_iter().chain(k_proj).chain(v_proj)),
+        qkv: kernels.wants([q_proj].into_iter().chain(k_proj).chain(v_proj).chain(&kept.linear_left)),
         output: kernels.wants([o_proj]),
         gate_up: both.or(dense),
         down: down(down_proj),
@@ -958,6 +985,18 @@ fn device_router(mixture: &Mixture, norms: &Norms<RmsNorm>, router: RouterTensor
         norm: RmsNorm { weight: scale.unwrap_or_else(|| shared.weight.clone()), eps: shared.eps },
         factor: mixture.router_factor,
         scales: per_expert_scale,
+    })
+}
+
+/// How a layer updates several residual streams.
+fn device_altup(norms: &Norms<RmsNorm>, altup: AltUpTensors<Buffer>) -> Option<AltUp> {
+    let AltUpTensors { modality_router, prediction_coefs, correction_coefs, correct_output_scale } = altup;
+    Some(AltUp {
+        router_norm: norms.router_norm.clone()?,
+        router: modality_router?,
+        prediction: prediction_coefs?,
+        correction: correction_coefs?,
+        output_scale: correct_output_scale?,
     })
 }
 
@@ -981,7 +1020,7 @@ fn matrices_of(config: &ModelSpec, schemes: &Schemes, options: &LoadOptions) -> 
         matrices.products.extend(dense_of(layer));
         matrices.gated.extend(gate_proj.iter().chain(up_proj));
     }
-    matrices.products.extend(of_per_layer.into_iter().flat_map(PerLayerSchemes::products));
+    matrices.products.extend(schemes.kept_products());
     matrices
 }
 

@@ -11,8 +11,12 @@ use std::fmt;
 use super::offload::OffloadLimits;
 use super::rope::RopeSpec;
 use super::self_test::{self, TestedExperts};
-use super::spec::{AttentionHeads, LayerSpec, Mixture, ModelSpec, PerLayerInputs, each_once};
-use super::tensors::{Layer, ModelTensors, PerLayerEmbeddings, PerLayerMatrices, Projections, TensorSpec};
+use super::spec::{
+    AttentionHeads, LayerSpec, Mixture, ModelSpec, PerLayerInputs, ResidualStreams, each_once,
+};
+use super::tensors::{
+    KeptMatrices, Layer, ModelTensors, PerLayerEmbeddings, Projections, StreamProjections, TensorSpec,
+};
 use super::vision::TowerRequest;
 use super::weights::Weights;
 use super::{ImageLimits, KvLimits, KvPool, Limits, MAX_BIASES, first_seen};
@@ -64,23 +68,17 @@ pub struct Schemes {
     /// The matrix of the logits; `None` = the embedding.
     pub lm_head: Option<Scheme>,
     pub layers: Vec<Projections<Scheme>>,
-    /// The table of per-layer embeddings, the matrix of their product, and the matrices of each layer.
+    /// The matrices of each layer that no mode of quantization changes.
+    pub kept: Vec<KeptMatrices<Scheme>>,
     pub per_layer: Option<PerLayerSchemes>,
+    pub streams: Option<StreamProjections<Scheme>>,
 }
 
-/// The schemes of the matrices of per-layer embeddings.
+/// The schemes of the table of per-layer embeddings, and of the matrix of their product.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PerLayerSchemes {
     pub embedding: Scheme,
     pub projection: Scheme,
-    pub layers: Vec<PerLayerMatrices<Scheme>>,
-}
-
-impl PerLayerSchemes {
-    /// The schemes of the matrices that activations are multiplied by.
-    pub(super) fn products(&self) -> impl Iterator<Item = &Scheme> {
-        [&self.projection].into_iter().chain(self.layers.iter().flat_map(PerLayerMatrices::iter))
-    }
 }
 
 impl Schemes {
@@ -92,19 +90,28 @@ impl Schemes {
                 layer.projections.as_ref().try_map(|tensor| in_mode(mode.projections(), tensor))
             });
         let layers = layers.collect::<Result<_, _>>()?;
-        let ModelTensors { embed_tokens, lm_head, per_layer, .. } = &weights.tensors;
+        let ModelTensors { embed_tokens, lm_head, per_layer, streams, .. } = &weights.tensors;
         let of_vocabulary = |tensor: &Tensor<'_>| in_mode(mode.embedding(), tensor);
         let lm_head = lm_head.as_ref().map(of_vocabulary).transpose()?;
-        let matrices = weights.tensors.layers.iter().map(|layer| layer.per_layer.as_ref());
+        let kept = weights.tensors.layers.iter().map(|layer| layer.kept.as_ref().try_map(Tensor::scheme));
+        let kept = kept.collect::<Result<_, _>>()?;
         let of_per_layer = |tensors: &PerLayerEmbeddings<Tensor<'_>>| -> Result<_, CheckpointError> {
             Ok(PerLayerSchemes {
                 embedding: of_vocabulary(&tensors.embed_tokens_per_layer)?,
                 projection: tensors.per_layer_model_projection.scheme()?,
-                layers: matrices.map(|layer| layer.try_map(Tensor::scheme)).collect::<Result<_, _>>()?,
             })
         };
         let per_layer = per_layer.as_ref().map(of_per_layer).transpose()?;
-        Ok(Schemes { embedding: of_vocabulary(embed_tokens)?, lm_head, layers, per_layer })
+        let of_streams = |tensors: &StreamProjections<Tensor<'_>>| tensors.as_ref().try_map(Tensor::scheme);
+        let streams = streams.as_ref().map(of_streams).transpose()?;
+        Ok(Schemes { embedding: of_vocabulary(embed_tokens)?, lm_head, layers, kept, per_layer, streams })
+    }
+
+    /// The schemes of the matrices that activations are multiplied by and that no mode of quantization changes.
+    pub(super) fn kept_products(&self) -> impl Iterator<Item = &Scheme> {
+        let of_layers = self.kept.iter().flat_map(KeptMatrices::iter);
+        let per_layer = self.per_layer.iter().map(|schemes| &schemes.projection);
+        per_layer.chain(self.streams.iter().flat_map(StreamProjections::iter)).chain(of_layers)
     }
 
     /// The scheme of the matrix that computes the logits.
@@ -115,13 +122,13 @@ impl Schemes {
     /// Each scheme once, the embedding's first.
     pub fn distinct(&self) -> Vec<Scheme> {
         let of_layers = self.layers.iter().flat_map(Projections::iter);
-        let per_layer = self.per_layer.iter().flat_map(PerLayerSchemes::products);
-        let all = [&self.embedding].into_iter().chain(&self.lm_head).chain(of_layers).chain(per_layer);
+        let vocabulary = [&self.embedding].into_iter().chain(&self.lm_head);
+        let all = vocabulary.chain(of_layers).chain(self.kept_products());
         each_once(all.copied())
     }
 
     /// The schemes of a model whose layers all have the same ones: for attention, feed-forward network and embedding. The
-    /// matrices of per-layer embeddings are bf16, as in published checkpoints.
+    /// matrices that no mode of quantization changes are bf16, as in published checkpoints.
     pub fn uniform(config: &ModelSpec, attention: Scheme, ffn: Scheme, embedding: Scheme) -> Schemes {
         let layers = config.tensors.layers.iter().map(|layer| {
             layer.projections.as_ref().map(|spec| match spec.class {
@@ -130,17 +137,17 @@ impl Schemes {
             })
         });
         let lm_head = config.tensors.lm_head.is_some().then_some(embedding);
-        let per_layer = config.tensors.per_layer.as_ref().map(|_| PerLayerSchemes {
+        let of_kept = |layer: &Layer<TensorSpec>| layer.kept.as_ref().map(|_| Scheme::Bf16);
+        let tensors = &config.tensors;
+        let per_layer = PerLayerSchemes { embedding, projection: Scheme::Bf16 };
+        Schemes {
             embedding,
-            projection: Scheme::Bf16,
-            layers: config
-                .tensors
-                .layers
-                .iter()
-                .map(|l| l.per_layer.as_ref().map(|_| Scheme::Bf16))
-                .collect(),
-        });
-        Schemes { embedding, lm_head, layers: layers.collect(), per_layer }
+            lm_head,
+            layers: layers.collect(),
+            kept: tensors.layers.iter().map(of_kept).collect(),
+            per_layer: tensors.per_layer.as_ref().map(|_| per_layer),
+            streams: tensors.streams.as_ref().map(|streams| streams.as_ref().map(|_| Scheme::Bf16)),
+        }
     }
 }
 
@@ -504,22 +511,23 @@ impl<'a> MemoryRequest<'a> {
             let norm = &specs.per_layer_projection_norm;
             add(norm.class, vector_bytes(norm), norm.name.clone());
         }
-        let of_layers = schemes.per_layer.iter().flat_map(|schemes| &schemes.layers);
-        let mut per_layer = of_layers.map(Some).chain(std::iter::repeat(None));
-        for (layer, schemes) in specs.layers.iter().zip(&schemes.layers) {
+        if let (Some(specs), Some(schemes)) = (&specs.streams, &schemes.streams) {
+            specs.iter().zip(schemes.iter()).for_each(|matrix| add_matrix(matrix, add));
+        }
+        let schemes = schemes.layers.iter().zip(&schemes.kept);
+        for (layer, (schemes, kept)) in specs.layers.iter().zip(schemes) {
             layer.projections.iter().zip(schemes.iter()).for_each(|matrix| add_matrix(matrix, add));
-            for spec in layer.norms.iter().chain(layer.biases.iter()).chain(layer.router.iter()) {
+            let Layer { norms, biases, router, altup, .. } = layer;
+            for spec in norms.iter().chain(biases.iter()).chain(router.iter()).chain(altup.iter()) {
                 add(spec.class, vector_bytes(spec), spec.name.clone());
             }
-            if let Some(schemes) = per_layer.next().flatten() {
-                layer.per_layer.iter().zip(schemes.iter()).for_each(|matrix| add_matrix(matrix, add));
-            }
+            layer.kept.iter().zip(kept.iter()).for_each(|matrix| add_matrix(matrix, add));
         }
     }
 
     /// The activations of a step, each large enough for both models.
     pub(super) fn activation_bytes(&self) -> Vec<(&'static str, u64)> {
-        let of_per_layer = self.per_layer_bytes();
+        let optional = self.optional_bytes();
         let of = |config: &'a ModelSpec| {
             let floats = activations(config, self.batch_tokens())
                 .map(|(name, rows, width)| (name, Activations::bytes(rows, width)));
@@ -529,7 +537,7 @@ impl<'a> MemoryRequest<'a> {
                 .mixture
                 .iter()
                 .flat_map(|mixture| expert_activations(config, mixture, self.batch_tokens()));
-            floats.into_iter().chain(blocks).chain(of_per_layer.clone()).chain(of_experts)
+            floats.into_iter().chain(blocks).chain(optional.clone()).chain(of_experts)
         };
         let mut largest: Vec<_> = of(self.config).collect();
         for (_, config, _) in self.models() {
@@ -540,19 +548,22 @@ impl<'a> MemoryRequest<'a> {
         largest
     }
 
-    /// The activations of per-layer embeddings, if one of the models has some.
-    fn per_layer_bytes(&self) -> Vec<(&'static str, u64)> {
-        let mut largest: Vec<(&str, u64)> = Vec::new();
-        let models = self.models().filter_map(|(_, config, _)| Some((config, config.per_layer?)));
-        for of_model in
-            models.map(|(config, per_layer)| per_layer_activations(config, &per_layer, self.batch_tokens()))
-        {
-            largest.resize(of_model.len(), ("", 0));
-            for (most, (name, bytes)) in largest.iter_mut().zip(of_model) {
-                *most = (name, most.1.max(bytes));
+    /// The activations of per-layer embeddings and of residual streams, if one of the models has some.
+    fn optional_bytes(&self) -> Vec<(&'static str, u64)> {
+        let tokens = self.batch_tokens();
+        let of_per_layer = |c: &'a ModelSpec| Some(per_layer_activations(c, &c.per_layer?, tokens).to_vec());
+        let of_streams = |c: &'a ModelSpec| Some(stream_activations(c, &c.streams?, tokens).to_vec());
+        let largest = |of: &dyn Fn(&'a ModelSpec) -> Option<Vec<(&'static str, u64)>>| {
+            let mut largest: Vec<(&str, u64)> = Vec::new();
+            for of_model in self.models().filter_map(|(_, config, _)| of(config)) {
+                largest.resize(of_model.len(), ("", 0));
+                for (most, (name, bytes)) in largest.iter_mut().zip(of_model) {
+                    *most = (name, most.1.max(bytes));
+                }
             }
-        }
-        largest
+            largest
+        };
+        [largest(&of_per_layer), largest(&of_streams)].concat()
     }
 
     /// Places all buffers.
@@ -833,6 +844,26 @@ pub(super) fn per_layer_activations(
 /// The name of the first of [`per_layer_activations`].
 pub(super) const PER_LAYER_INPUTS: &str = "per-layer embeddings";
 
+/// The activations of residual streams, by name and bytes, in the order of `StreamScratch`.
+pub(super) fn stream_activations(
+    c: &ModelSpec,
+    ResidualStreams { laurel_rank, .. }: &ResidualStreams,
+    tokens: usize,
+) -> [(&'static str, u64); 6] {
+    let stream = Activations::bytes(tokens, c.hidden_size);
+    [
+        (SECOND_STREAM, stream),
+        ("third stream", stream),
+        ("fourth stream", stream),
+        ("predicted stream", stream),
+        ("laurel", Activations::bytes(tokens, *laurel_rank)),
+        ("laurel (int8)", Quantized::bytes(tokens, *laurel_rank)),
+    ]
+}
+
+/// The name of the first of [`stream_activations`].
+pub(super) const SECOND_STREAM: &str = "second stream";
+
 /// The activations of experts, by name and bytes, in the order of `ExpertScratch`. A draft model has none.
 pub(super) fn expert_activations(
     c: &ModelSpec,
@@ -962,7 +993,7 @@ pub(super) fn projection_macs_per_token(layer: &Layer<TensorSpec>) -> u64 {
 /// Multiply-adds of a layer's matrices for one token, which uses some of the experts.
 pub(super) fn macs_per_token(c: &ModelSpec, layer: &Layer<TensorSpec>) -> u64 {
     let macs = |spec: &TensorSpec| (spec.elements() as f64 * c.share_per_token(spec)) as u64;
-    layer.projections.iter().chain(layer.per_layer.iter()).map(macs).sum()
+    layer.projections.iter().chain(layer.kept.iter()).map(macs).sum()
 }
 
 /// The schemes that each mode of `--quantize` gives a checkpoint, by option.

@@ -11,7 +11,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::config::GenerationConfig;
-use super::layers::{DeviceLayer, DevicePerLayer, Scratch};
+use super::layers::{DeviceLayer, DevicePerLayer, DeviceStreams, Scratch};
 use super::memory::{self, MAX_IN_FLIGHT, Schemes};
 use super::offload::{AttentionShare, OffloadBuffers};
 use super::rates::{Rates, WorkAmount};
@@ -88,6 +88,7 @@ pub struct ModelRunner {
     /// The matrix of the logits; `None` = the embedding.
     pub(super) lm_head: Option<Matrix>,
     pub(super) per_layer: Option<DevicePerLayer>,
+    pub(super) streams: Option<DeviceStreams>,
     pub(super) norm: RmsNorm,
     pub(crate) layers: Vec<DeviceLayer>,
     pub(crate) scratch: Scratch,

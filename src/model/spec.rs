@@ -49,6 +49,8 @@ pub struct ModelSpec {
     pub intermediate_size: usize,
     /// The embeddings that every layer has of a token, besides the one that enters the first layer.
     pub per_layer: Option<PerLayerInputs>,
+    /// The residual streams, in a model with more than one.
+    pub streams: Option<ResidualStreams>,
     /// Names of tensors that a checkpoint may have and no layer uses, without the prefix of the language model.
     pub unused_tensors: Vec<String>,
     pub mixture: Option<Mixture>,
@@ -94,8 +96,16 @@ pub struct PerLayerInputs {
     pub sum_scale: f32,
 }
 
-/// What distinguishes one layer from the others.
+/// Several residual streams, of which layers compute the first. A layer also adds a learned residual (Laurel,
+/// <https://arxiv.org/abs/2411.07501>): the input of attention, and its product with two matrices, which is normed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ResidualStreams {
+    /// Rows of the first matrix, which are the columns of the second one.
+    pub laurel_rank: usize,
+}
+
+/// What distinguishes one layer from the others.
+#[derive(Debug, Clone, Copy, PartialEq)]
 pub struct LayerSpec {
     /// The number of positions that the attention of a token sees, its own included; `None` = all.
     pub window: Option<usize>,
@@ -108,6 +118,8 @@ pub struct LayerSpec {
     pub kv_source: Option<usize>,
     /// The width of the dense feed-forward network.
     pub intermediate_size: usize,
+    /// Only the elements of the gate that exceed the mean by so many standard deviations are not 0.
+    pub gate_cutoff: Option<f32>,
     pub feed_forward: FeedForward,
 }
 
@@ -292,6 +304,7 @@ impl ModelSpec {
             has_value_norm: self.has_value_norm,
             experts: self.mixture.map(|mixture| mixture.experts),
             has_expert_norm: norms.pre_feedforward_layernorm_2.is_some(),
+            has_streams: self.streams.is_some(),
         }
     }
 

@@ -6,6 +6,7 @@
 use std::ops::Index;
 
 use crate::gpu::placement::Class;
+use crate::kernels::STREAMS;
 
 /// A tensor that a model needs.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -38,11 +39,15 @@ pub enum Role {
     Bias,
     /// The matrix of a router.
     Router,
+    /// The coefficients by which a layer updates residual streams.
+    Coefficients,
     /// A matrix whose rows have an embedding for each layer.
     PerLayerEmbedding,
-    /// A matrix between these embeddings and the residual stream. No mode of quantization changes it.
-    PerLayerMatrix,
-    /// Factors whose name has no ending: of the result of a layer, of a router's input, of the results of experts.
+    /// A matrix that no mode of quantization changes: between these embeddings and the residual stream, between residual
+    /// streams, or of a learned residual.
+    KeptMatrix,
+    /// Factors whose name has no ending: of the result of a layer, of a router's input, of the results of experts, of the
+    /// first of several residual streams.
     Factors,
 }
 
@@ -100,9 +105,10 @@ impl TensorSpec {
     }
 }
 
-/// A value that every layer has, and a value that some models lack.
+/// A value that every layer has, a value that some models lack, and a value for each residual stream besides the first one.
 type Always<T> = T;
 type Optional<T> = Option<T>;
+type PerStream<T> = [T; STREAMS - 1];
 
 /// The same operation on a value of either kind.
 macro_rules! on_each {
@@ -112,12 +118,19 @@ macro_rules! on_each {
     (map Optional $value:expr, $f:expr) => {
         $value.map(&mut $f)
     };
+    (map PerStream $value:expr, $f:expr) => {
+        $value.map(&mut $f)
+    };
     (try_map Always $value:expr, $f:expr) => {
         $f($value)?
     };
     (try_map Optional $value:expr, $f:expr) => {
         $value.map(&mut $f).transpose()?
     };
+    (try_map PerStream $value:expr, $f:expr) => {{
+        let [a, b, c] = $value;
+        [$f(a)?, $f(b)?, $f(c)?]
+    }};
     (zip Always $a:expr, $b:expr) => {
         ($a, $b)
     };
@@ -126,17 +139,27 @@ macro_rules! on_each {
         assert_eq!(a.is_some(), b.is_some(), "tensors of different models");
         a.zip(b)
     }};
+    (zip PerStream $a:expr, $b:expr) => {{
+        let ([a, b, c], [d, e, f]) = ($a, $b);
+        [(a, d), (b, e), (c, f)]
+    }};
     (as_ref Always $value:expr) => {
         &$value
     };
     (as_ref Optional $value:expr) => {
         $value.as_ref()
     };
-    (some Always $value:expr) => {
-        Some(&$value)
+    (as_ref PerStream $value:expr) => {
+        $value.each_ref()
     };
-    (some Optional $value:expr) => {
-        $value.as_ref()
+    (slice Always $value:expr) => {
+        std::slice::from_ref(&$value)
+    };
+    (slice Optional $value:expr) => {
+        $value.as_slice()
+    };
+    (slice PerStream $value:expr) => {
+        $value.as_slice()
     };
 }
 
@@ -170,7 +193,7 @@ macro_rules! one_value_each {
 
             /// The values in the order of the fields.
             pub fn iter(&self) -> impl Iterator<Item = &T> {
-                [$(on_each!(some $kind self.$field),)+].into_iter().flatten()
+                [$(on_each!(slice $kind self.$field),)+].into_iter().flatten()
             }
         }
     };
@@ -209,12 +232,36 @@ one_value_each! {
         pre_feedforward_layernorm_2: Optional,
         post_feedforward_layernorm_2: Optional,
         post_per_layer_input_norm: Optional,
+        post_laurel_norm: Optional,
+        router_norm: Optional,
     }
 }
 
 one_value_each! {
-    /// One value for each matrix between a layer's part of the per-layer embeddings and the residual stream.
-    PerLayerMatrices { per_layer_input_gate: Optional, per_layer_projection: Optional }
+    /// One value for each matrix of a layer that no mode of quantization changes: those between the layer's part of the
+    /// per-layer embeddings and the residual stream, and the two factors of a learned residual (Laurel).
+    KeptMatrices {
+        per_layer_input_gate: Optional,
+        per_layer_projection: Optional,
+        linear_left: Optional,
+        linear_right: Optional,
+    }
+}
+
+one_value_each! {
+    /// One value for each matrix that makes the other residual streams from the first one before the layers, and for each
+    /// that brings them together after the layers.
+    StreamProjections { altup_projections: PerStream, altup_unembed_projections: PerStream }
+}
+
+one_value_each! {
+    /// One value for each tensor by which a layer updates the residual streams.
+    AltUpTensors {
+        modality_router: Optional,
+        prediction_coefs: Optional,
+        correction_coefs: Optional,
+        correct_output_scale: Optional,
+    }
 }
 
 one_value_each! {
@@ -278,7 +325,8 @@ pub struct Layer<M, N = M, B = N, S = N, R = B> {
     pub biases: Biases<B>,
     pub scalars: Scalars<S>,
     pub router: RouterTensors<R>,
-    pub per_layer: PerLayerMatrices<M>,
+    pub kept: KeptMatrices<M>,
+    pub altup: AltUpTensors<R>,
 }
 
 impl<T> Layer<T> {
@@ -289,7 +337,8 @@ impl<T> Layer<T> {
             biases: self.biases.map(&mut f),
             scalars: self.scalars.map(&mut f),
             router: self.router.map(&mut f),
-            per_layer: self.per_layer.map(f),
+            kept: self.kept.map(&mut f),
+            altup: self.altup.map(f),
         }
     }
 
@@ -300,7 +349,8 @@ impl<T> Layer<T> {
             biases: self.biases.zip(other.biases),
             scalars: self.scalars.zip(other.scalars),
             router: self.router.zip(other.router),
-            per_layer: self.per_layer.zip(other.per_layer),
+            kept: self.kept.zip(other.kept),
+            altup: self.altup.zip(other.altup),
         }
     }
 
@@ -311,15 +361,17 @@ impl<T> Layer<T> {
             biases: self.biases.as_ref(),
             scalars: self.scalars.as_ref(),
             router: self.router.as_ref(),
-            per_layer: self.per_layer.as_ref(),
+            kept: self.kept.as_ref(),
+            altup: self.altup.as_ref(),
         }
     }
 
-    /// The values of the matrices, then those of the norms, of the biases, of the numbers, of the router, and of the
-    /// matrices of per-layer embeddings.
+    /// The values of the matrices, then those of the norms, of the biases, of the numbers, of the router, of the matrices
+    /// that stay as they are, and of the updates of residual streams.
     pub fn iter(&self) -> impl Iterator<Item = &T> {
         let vectors = self.norms.iter().chain(self.biases.iter());
-        let others = self.scalars.iter().chain(self.router.iter()).chain(self.per_layer.iter());
+        let others = self.scalars.iter().chain(self.router.iter()).chain(self.kept.iter());
+        let others = others.chain(self.altup.iter());
         self.projections.iter().chain(vectors).chain(others)
     }
 }
@@ -355,14 +407,18 @@ impl Names {
 impl Layer<Names> {
     /// The Hugging Face name of a tensor of a GGUF file, whose name there ends with `what`.
     pub fn of_gguf(&self, name: &str, what: &str) -> Option<String> {
-        let Layer { projections, norms, biases, scalars, router, per_layer } = self;
-        let factors = scalars.iter().chain(&router.scale).chain(&router.per_expert_scale);
+        let Layer { projections, norms, biases, scalars, router, kept, altup } = self;
+        let of_experts = router.scale.iter().chain(&router.per_expert_scale);
+        let factors = scalars.iter().chain(of_experts).chain(&altup.correct_output_scale);
         let whole = format!("{name}.{what}");
-        if let Some(names) = factors.into_iter().find(|names| names.gguf == whole) {
+        let mut factors = factors.into_iter();
+        if let Some(names) = factors.find(|names| names.gguf == whole) {
             return Some(names.hugging_face.to_owned());
         }
         let vectors = norms.iter().chain(biases.iter());
-        let matrices = projections.iter().chain(&router.proj).chain(per_layer.iter());
+        let coefficients = altup.modality_router.iter().chain(&altup.prediction_coefs);
+        let coefficients = coefficients.chain(&altup.correction_coefs);
+        let matrices = projections.iter().chain(&router.proj).chain(kept.iter()).chain(coefficients);
         let names = matrices.chain(vectors).find(|names| names.gguf == name)?;
         Some(format!("{}.{what}", names.hugging_face))
     }
@@ -393,6 +449,8 @@ pub(super) struct Sizes {
     pub experts: (usize, usize),
     /// The width of per-layer embeddings in one layer, and the number of ids that have some.
     pub per_layer: Option<(usize, usize)>,
+    /// The rank of the learned residual in models with several residual streams.
+    pub laurel_rank: Option<usize>,
 }
 
 impl ModelTensors<TensorSpec> {
@@ -432,7 +490,7 @@ impl ModelTensors<TensorSpec> {
                     "per_layer_model_projection",
                     [all, sizes.hidden_size],
                     "num_hidden_layers * hidden_size_per_layer_input, hidden_size",
-                    Role::PerLayerMatrix,
+                    Role::KeptMatrix,
                     Class::Ffn,
                 ),
                 per_layer_projection_norm: of(
@@ -444,11 +502,23 @@ impl ModelTensors<TensorSpec> {
                 ),
             }
         });
+        let streams = sizes.laurel_rank.map(|_| {
+            let matrix = |name: &str, i: usize| {
+                let (name, shape) = (format!("{name}.{i}"), vec![sizes.hidden_size; 2]);
+                of(&name, shape, "hidden_size, hidden_size", Role::KeptMatrix, Class::Ffn)
+            };
+            let each = |name: &str| std::array::from_fn(|i| matrix(name, i));
+            StreamProjections {
+                altup_projections: each("altup_projections"),
+                altup_unembed_projections: each("altup_unembed_projections"),
+            }
+        });
         ModelTensors {
             embed_tokens: vocabulary("embed_tokens", Role::Embedding),
             norm: of("norm", vec![sizes.hidden_size], "hidden_size", Role::Norm, Class::Norms),
             lm_head: (!sizes.tie_word_embeddings).then(|| vocabulary("lm_head", Role::Head)),
             per_layer,
+            streams,
             layers: layers.into_iter().map(|(layer, own)| Layer::of(names, sizes, layer, own)).collect(),
         }
     }
@@ -503,8 +573,14 @@ impl Layer<TensorSpec> {
             of_experts.into_iter().for_each(|name| *name = None);
             names.router = RouterTensors { proj: None, scale: None, per_expert_scale: None };
         }
-        let Layer { projections, norms: has, biases, scalars, router, per_layer } = &names;
+        let Layer { projections, norms: has, biases, scalars, router, kept, altup } = &names;
         let per_layer_width = sizes.per_layer.map_or(0, |(width, _)| width);
+        let rank = sizes.laurel_rank.unwrap_or(0);
+        let coefficients = |rows, cols, shape_in_config| {
+            (vec![rows, cols], shape_in_config, Role::Coefficients, Class::Norms)
+        };
+        let kept_matrix =
+            |rows, cols, shape_in_config| (vec![rows, cols], shape_in_config, Role::KeptMatrix, Class::Ffn);
         const EXPERT_ROWS: &str = "num_experts, moe_intermediate_size, hidden_size";
         let shapes = Layer {
             projections: Projections {
@@ -553,6 +629,8 @@ impl Layer<TensorSpec> {
                     .post_feedforward_layernorm_2
                     .map(|_| norm(hidden, "hidden_size")),
                 post_per_layer_input_norm: has.post_per_layer_input_norm.map(|_| norm(hidden, "hidden_size")),
+                post_laurel_norm: has.post_laurel_norm.map(|_| norm(hidden, "hidden_size")),
+                router_norm: has.router_norm.map(|_| norm(hidden, "hidden_size")),
             },
             biases: Biases {
                 q_proj: biases.q_proj.map(|_| bias(q, "num_attention_heads * head_dim")),
@@ -567,15 +645,30 @@ impl Layer<TensorSpec> {
                 scale: router.scale.map(|_| factors(hidden, "hidden_size")),
                 per_expert_scale: router.per_expert_scale.map(|_| factors(experts, "num_experts")),
             },
-            per_layer: PerLayerMatrices {
-                per_layer_input_gate: per_layer.per_layer_input_gate.map(|_| {
-                    const ROWS: &str = "hidden_size_per_layer_input, hidden_size";
-                    (vec![per_layer_width, hidden], ROWS, Role::PerLayerMatrix, Class::Ffn)
+            kept: KeptMatrices {
+                per_layer_input_gate: kept.per_layer_input_gate.map(|_| {
+                    kept_matrix(per_layer_width, hidden, "hidden_size_per_layer_input, hidden_size")
                 }),
-                per_layer_projection: per_layer.per_layer_projection.map(|_| {
-                    const ROWS: &str = "hidden_size, hidden_size_per_layer_input";
-                    (vec![hidden, per_layer_width], ROWS, Role::PerLayerMatrix, Class::Ffn)
+                per_layer_projection: kept.per_layer_projection.map(|_| {
+                    kept_matrix(hidden, per_layer_width, "hidden_size, hidden_size_per_layer_input")
                 }),
+                linear_left: kept.linear_left.map(|_| kept_matrix(rank, hidden, "laurel_rank, hidden_size")),
+                linear_right: kept
+                    .linear_right
+                    .map(|_| kept_matrix(hidden, rank, "hidden_size, laurel_rank")),
+            },
+            altup: AltUpTensors {
+                modality_router: altup
+                    .modality_router
+                    .map(|_| coefficients(STREAMS, hidden, "altup_num_inputs, hidden_size")),
+                prediction_coefs: altup.prediction_coefs.map(|_| {
+                    const ROWS: &str = "altup_num_inputs * altup_num_inputs, altup_num_inputs";
+                    coefficients(STREAMS * STREAMS, STREAMS, ROWS)
+                }),
+                correction_coefs: altup
+                    .correction_coefs
+                    .map(|_| coefficients(STREAMS, STREAMS, "altup_num_inputs, altup_num_inputs")),
+                correct_output_scale: altup.correct_output_scale.map(|_| factors(hidden, "hidden_size")),
             },
         };
         names.zip(shapes).map(|(names, (shape, shape_in_config, role, class))| TensorSpec {
@@ -599,6 +692,8 @@ pub struct ModelTensors<T> {
     pub lm_head: Option<T>,
     /// What computes the per-layer embeddings of a token.
     pub per_layer: Option<PerLayerEmbeddings<T>>,
+    /// What makes several residual streams from an embedding, and brings them together.
+    pub streams: Option<StreamProjections<T>>,
     pub layers: Vec<Layer<T>>,
 }
 
@@ -606,7 +701,8 @@ impl<T> ModelTensors<T> {
     /// The values outside of the layers.
     fn shared(&self) -> impl Iterator<Item = &T> {
         let per_layer = self.per_layer.iter().flat_map(PerLayerEmbeddings::iter);
-        [&self.embed_tokens, &self.norm].into_iter().chain(&self.lm_head).chain(per_layer)
+        let streams = self.streams.iter().flat_map(StreamProjections::iter);
+        [&self.embed_tokens, &self.norm].into_iter().chain(&self.lm_head).chain(per_layer).chain(streams)
     }
 
     pub fn iter(&self) -> impl Iterator<Item = &T> {
@@ -619,6 +715,7 @@ impl<T> ModelTensors<T> {
             norm: f(self.norm),
             lm_head: self.lm_head.map(&mut f),
             per_layer: self.per_layer.map(|per_layer| per_layer.map(&mut f)),
+            streams: self.streams.map(|streams| streams.map(&mut f)),
             layers: self.layers.into_iter().map(|layer| layer.map(&mut f)).collect(),
         }
     }
@@ -629,6 +726,7 @@ impl<T> ModelTensors<T> {
             norm: &self.norm,
             lm_head: self.lm_head.as_ref(),
             per_layer: self.per_layer.as_ref().map(PerLayerEmbeddings::as_ref),
+            streams: self.streams.as_ref().map(StreamProjections::as_ref),
             layers: self.layers.iter().map(Layer::as_ref).collect(),
         }
     }
@@ -646,11 +744,13 @@ impl<T> ModelTensors<T> {
         assert_eq!(self.layers.len(), other.layers.len(), "layers");
         assert_eq!(self.lm_head.is_some(), other.lm_head.is_some(), "heads");
         assert_eq!(self.per_layer.is_some(), other.per_layer.is_some(), "per-layer embeddings");
+        assert_eq!(self.streams.is_some(), other.streams.is_some(), "residual streams");
         ModelTensors {
             embed_tokens: (self.embed_tokens, other.embed_tokens),
             norm: (self.norm, other.norm),
             lm_head: self.lm_head.zip(other.lm_head),
             per_layer: self.per_layer.zip(other.per_layer).map(|(a, b)| a.zip(b)),
+            streams: self.streams.zip(other.streams).map(|(a, b)| a.zip(b)),
             layers: self.layers.into_iter().zip(other.layers).map(|(a, b)| a.zip(b)).collect(),
         }
     }

@@ -15,10 +15,10 @@ use std::collections::HashMap;
 use rayon::prelude::*;
 
 use super::spec::{LayerSpec, Mixture, ModelSpec, NormWeight};
-use super::tensors::{Layer, PerLayerMatrices, Projections};
+use super::tensors::{Layer, Projections};
 use super::weights::Weights;
 use crate::checkpoint::{Checkpoint, CheckpointError, Deviation, Expected, LayerValues, Tensor};
-use crate::kernels::{Experts, HiddenAct};
+use crate::kernels::{Experts, HiddenAct, STREAMS};
 use crate::tensor::Precision;
 
 /// The most tokens of the prompt.
@@ -68,13 +68,22 @@ pub fn values_of(
     }
     keep(&hidden);
     let per_layer = twin.per_layer_embeddings(weights, &tokens, &hidden)?;
+    let mut streams = twin.spread(weights, &hidden)?;
     let mut cache = Cache::new();
     for (i, (layer, spec)) in weights.tensors.layers.iter().zip(&config.layers).enumerate() {
-        twin.layer(layer, (i, spec), &per_layer, &mut cache, &mut hidden)?;
+        match &mut streams {
+            Some(streams) => {
+                twin.layer_of_streams(layer, (i, spec), &per_layer, &mut cache, &mut hidden, streams)?
+            }
+            None => twin.layer(layer, (i, spec), &per_layer, &mut cache, &mut hidden)?,
+        }
         keep(&hidden);
         each(layer.projections.iter().map(|tensor| tensor.stored_bytes()).sum());
         // Each tensor is read only once, and the file may be as large as memory.
         layer.projections.iter().for_each(|tensor| checkpoint.release(tensor));
+    }
+    if let Some(streams) = &streams {
+        twin.merge(weights, &mut hidden, streams)?;
     }
     let last: Vec<Vec<f64>> =
         [0, 1].map(|pass| hidden[(pass + 1) * tokens.len() - 1].clone()).into_iter().collect();
@@ -111,6 +120,9 @@ fn prompt(config: &ModelSpec) -> Vec<u32> {
 /// The keys and values of layers, by the layer's number.
 type Cache = HashMap<usize, [Vec<Vec<f64>>; 2]>;
 
+/// The residual streams besides the first one.
+type Streams = [Vec<Vec<f64>>; STREAMS - 1];
+
 /// Rows of activations: first those of the exact pass, then those of the rounded pass.
 #[derive(Clone, Copy)]
 struct Twin<'a> {
@@ -131,13 +143,7 @@ impl Twin<'_> {
     ) -> Result<(), CheckpointError> {
         let Layer { projections, norms, .. } = layer;
         let normed = self.normed(hidden, &norms.input_layernorm)?;
-        if spec.kv_source.is_none() {
-            cache.insert(index, self.keys_and_values(layer, spec, &normed)?);
-        }
-        let [keys, values] = &cache[&spec.kv_source.unwrap_or(index)];
-        let attended = self.attention(layer, spec, &normed, [keys, values])?;
-        let result = self.product(&projections.o_proj, &attended)?;
-        add(hidden, &self.post_normed(result, norms.post_attention_layernorm.as_ref())?);
+        add(hidden, &self.attended(layer, (index, spec), cache, &normed)?);
         let normed = self.normed(hidden, &norms.pre_feedforward_layernorm)?;
         let mut result = match [&projections.gate_proj, &projections.up_proj, &projections.down_proj] {
             [Some(gate_proj), Some(up_proj), Some(down_proj)] => {
@@ -153,19 +159,172 @@ impl Twin<'_> {
             add(&mut result, &self.post_normed(sum, norms.post_feedforward_layernorm_2.as_ref())?);
         }
         add(hidden, &self.post_normed(result, norms.post_feedforward_layernorm.as_ref())?);
-        let PerLayerMatrices { per_layer_input_gate, per_layer_projection } = &layer.per_layer;
-        if let (Some(gate), Some(projection)) = (per_layer_input_gate, per_layer_projection) {
-            let gate = self.product(gate, hidden)?;
-            let width = gate[0].len();
-            let own: Vec<_> = per_layer.iter().map(|row| row[index * width..][..width].to_vec()).collect();
-            let result = self.product(projection, &self.gated(gate, &own))?;
-            add(hidden, &self.post_normed(result, norms.post_per_layer_input_norm.as_ref())?);
+        if let Some(result) = self.per_layer_input(layer, index, per_layer, hidden)? {
+            add(hidden, &result);
         }
         if let Some(scalar) = &layer.scalars.layer_scalar {
             let scalar = f64::from(self.checkpoint.read_f32(scalar)?[0]);
             hidden.iter_mut().flatten().for_each(|x| *x *= scalar);
         }
         Ok(())
+    }
+
+    /// A layer of a model with several residual streams, of which `hidden` is the first.
+    fn layer_of_streams(
+        &self,
+        layer: &Layer<Tensor<'_>>,
+        (index, spec): (usize, &LayerSpec),
+        per_layer: &[Vec<f64>],
+        cache: &mut Cache,
+        hidden: &mut [Vec<f64>],
+        streams: &mut Streams,
+    ) -> Result<(), CheckpointError> {
+        let Layer { projections, norms, kept, altup, .. } = layer;
+        let wanted = "a tensor of layers with several residual streams";
+        let coefficients = |tensor: &Option<Tensor<'_>>| -> Result<Vec<f64>, CheckpointError> {
+            let values = self.checkpoint.read_f32(tensor.as_ref().expect(wanted))?;
+            Ok(values.into_iter().map(f64::from).collect())
+        };
+
+        let prediction = coefficients(&altup.prediction_coefs)?;
+        let numbers = self.altup_numbers(layer, hidden)?;
+        for (row, numbers) in numbers.iter().enumerate() {
+            for column in 0..hidden[row].len() {
+                let [second, third, fourth] = &*streams;
+                let before =
+                    [hidden[row][column], second[row][column], third[row][column], fourth[row][column]];
+                let predicted = |i: usize| {
+                    let factor = |j: usize| dot_f64(&prediction[STREAMS * (STREAMS * i + j)..], numbers);
+                    before[i] + (0..STREAMS).map(|j| factor(j) * before[j]).sum::<f64>()
+                };
+                hidden[row][column] = predicted(0);
+                for (i, stream) in (1..).zip(streams.iter_mut()) {
+                    stream[row][column] = predicted(i);
+                }
+            }
+        }
+
+        let active = hidden.to_vec();
+        let normed = self.normed(hidden, &norms.input_layernorm)?;
+        add(hidden, &normed);
+        let laurel = self.product(kept.linear_left.as_ref().expect(wanted), &normed)?;
+        let laurel = self.product(kept.linear_right.as_ref().expect(wanted), &laurel)?;
+        add(hidden, &self.post_normed(laurel, norms.post_laurel_norm.as_ref())?);
+        add(hidden, &self.attended(layer, (index, spec), cache, &normed)?);
+        hidden.iter_mut().flatten().for_each(|x| *x *= std::f64::consts::FRAC_1_SQRT_2);
+
+        let normed = self.normed(hidden, &norms.pre_feedforward_layernorm)?;
+        let mlp = [&projections.gate_proj, &projections.up_proj, &projections.down_proj];
+        let [gate_proj, up_proj, down_proj] = mlp.map(|matrix| matrix.as_ref().expect(wanted));
+        let mut gate = self.product(gate_proj, &normed)?;
+        if let Some(deviations) = spec.gate_cutoff {
+            gate.iter_mut().for_each(|row| cut_off(row, deviations.into()));
+        }
+        let up = self.product(up_proj, &normed)?;
+        let result = self.product(down_proj, &self.gated(gate, &up))?;
+        add(hidden, &self.post_normed(result, norms.post_feedforward_layernorm.as_ref())?);
+
+        let correction = coefficients(&altup.correction_coefs)?;
+        let numbers = self.altup_numbers(layer, hidden)?;
+        for (row, numbers) in numbers.iter().enumerate() {
+            let factor = |i: usize| dot_f64(&correction[STREAMS * i..], numbers) + 1.0;
+            for (column, active) in active[row].iter().enumerate() {
+                let change = hidden[row][column] - active;
+                hidden[row][column] = active + change * factor(0);
+                for (i, stream) in (1..).zip(streams.iter_mut()) {
+                    stream[row][column] += change * factor(i);
+                }
+            }
+        }
+        let scale = coefficients(&altup.correct_output_scale)?;
+        let mut first = hidden.to_vec();
+        for row in &mut first {
+            row.iter_mut().zip(&scale).for_each(|(x, scale)| *x *= scale);
+        }
+        let result = self.per_layer_input(layer, index, per_layer, &first)?.expect(wanted);
+        streams.iter_mut().for_each(|stream| add(stream, &result));
+        Ok(())
+    }
+
+    /// The numbers by which coefficients of a layer's update of the streams are weighed, of each row of the first stream.
+    fn altup_numbers(
+        &self,
+        Layer { norms, altup, .. }: &Layer<Tensor<'_>>,
+        hidden: &[Vec<f64>],
+    ) -> Result<Vec<Vec<f64>>, CheckpointError> {
+        let (norm, router) = (norms.router_norm.as_ref(), altup.modality_router.as_ref());
+        let normed = self.normed(hidden, norm.expect("the norm of a router"))?;
+        let router = self.checkpoint.read_f32(router.expect("a router"))?;
+        let router: Vec<f64> = router.into_iter().map(f64::from).collect();
+        let number = |row: &[f64], weights: &[f64]| (dot_f64(weights, row) / row.len() as f64).tanh();
+        let of_row =
+            |row: &Vec<f64>| router.chunks_exact(row.len()).map(|weights| number(row, weights)).collect();
+        Ok(normed.iter().map(of_row).collect())
+    }
+
+    /// The other residual streams of embeddings, in a model that has some.
+    fn spread(&self, weights: &Weights<'_>, hidden: &[Vec<f64>]) -> Result<Option<Streams>, CheckpointError> {
+        let Some(tensors) = &weights.tensors.streams else { return Ok(None) };
+        let tensors = tensors.altup_projections.each_ref();
+        let mut streams = Streams::default();
+        for (stream, matrix) in streams.iter_mut().zip(tensors) {
+            *stream = self.product(matrix, hidden)?;
+            match_sizes(stream, hidden);
+        }
+        Ok(Some(streams))
+    }
+
+    /// Replaces the first stream by the mean of all.
+    fn merge(
+        &self,
+        weights: &Weights<'_>,
+        hidden: &mut [Vec<f64>],
+        streams: &Streams,
+    ) -> Result<(), CheckpointError> {
+        let tensors = weights.tensors.streams.as_ref().expect("tensors of residual streams");
+        let target = hidden.to_vec();
+        for (stream, matrix) in streams.iter().zip(&tensors.altup_unembed_projections) {
+            let mut product = self.product(matrix, stream)?;
+            match_sizes(&mut product, &target);
+            add(hidden, &product);
+        }
+        hidden.iter_mut().flatten().for_each(|x| *x /= STREAMS as f64);
+        Ok(())
+    }
+
+    /// The result of a layer's attention, after its norm. `normed` is the layer's input.
+    fn attended(
+        &self,
+        layer: &Layer<Tensor<'_>>,
+        (index, spec): (usize, &LayerSpec),
+        cache: &mut Cache,
+        normed: &[Vec<f64>],
+    ) -> Result<Vec<Vec<f64>>, CheckpointError> {
+        if spec.kv_source.is_none() {
+            cache.insert(index, self.keys_and_values(layer, spec, normed)?);
+        }
+        let [keys, values] = &cache[&spec.kv_source.unwrap_or(index)];
+        let attended = self.attention(layer, spec, normed, [keys, values])?;
+        let result = self.product(&layer.projections.o_proj, &attended)?;
+        self.post_normed(result, layer.norms.post_attention_layernorm.as_ref())
+    }
+
+    /// What a layer's per-layer embeddings contribute to a residual stream, gated by `x`.
+    fn per_layer_input(
+        &self,
+        Layer { kept, norms, .. }: &Layer<Tensor<'_>>,
+        index: usize,
+        per_layer: &[Vec<f64>],
+        x: &[Vec<f64>],
+    ) -> Result<Option<Vec<Vec<f64>>>, CheckpointError> {
+        let (Some(gate), Some(projection)) = (&kept.per_layer_input_gate, &kept.per_layer_projection) else {
+            return Ok(None);
+        };
+        let gate = self.product(gate, x)?;
+        let width = gate[0].len();
+        let own: Vec<_> = per_layer.iter().map(|row| row[index * width..][..width].to_vec()).collect();
+        let result = self.product(projection, &self.gated(gate, &own))?;
+        self.post_normed(result, norms.post_per_layer_input_norm.as_ref()).map(Some)
     }
 
     /// The per-layer embeddings of each row of the embeddings in `hidden`, whose ids are `tokens`.
@@ -186,7 +345,9 @@ impl Twin<'_> {
             row.iter_mut().for_each(|x| *x *= project);
             row.chunks_exact_mut(inputs.width)
                 .for_each(|own| normalize(own, &weight, self.config.norm_eps.into()));
-            let of_table = tensors.embed_tokens_per_layer.rows_f32(*id as usize..*id as usize + 1)?;
+            let table = &tensors.embed_tokens_per_layer;
+            let id = Some(*id as usize).filter(|id| *id < table.rows()).unwrap_or(0);
+            let of_table = table.rows_f32(id..id + 1)?;
             row.iter_mut().zip(of_table).for_each(|(x, table)| *x = (*x + f64::from(table) * embed) * sum);
         }
         Ok(all)
@@ -443,6 +604,28 @@ fn normalize(row: &mut [f64], weight: &[f64], eps: f64) {
     let mean = row.iter().map(|x| x * x).sum::<f64>() / row.len() as f64;
     let factor = (mean + eps).sqrt().recip();
     row.iter_mut().zip(weight).for_each(|(x, w)| *x *= factor * w);
+}
+
+/// Brings each row to the root mean square of the row of `target`.
+fn match_sizes(rows: &mut [Vec<f64>], target: &[Vec<f64>]) {
+    let mean_square = |row: &[f64]| row.iter().map(|x| x * x).sum::<f64>() / row.len() as f64;
+    for (row, target) in rows.iter_mut().zip(target) {
+        let factor = mean_square(target).sqrt() / mean_square(row).max(1e-5).sqrt();
+        row.iter_mut().for_each(|x| *x *= factor);
+    }
+}
+
+/// Subtracts from a row its mean and so many standard deviations. What is negative then becomes 0.
+fn cut_off(row: &mut [f64], deviations: f64) {
+    let mean = row.iter().sum::<f64>() / row.len() as f64;
+    let variance = row.iter().map(|x| (x - mean).powi(2)).sum::<f64>() / row.len() as f64;
+    let cutoff = mean + variance.sqrt() * deviations;
+    row.iter_mut().for_each(|x| *x = (*x - cutoff).max(0.0));
+}
+
+/// The sum of products, as far as both have elements.
+fn dot_f64(a: &[f64], b: &[f64]) -> f64 {
+    a.iter().zip(b).map(|(a, b)| a * b).sum()
 }
 
 fn rotate(head: &mut [f64], position: usize, frequencies: &[f64], factor: f64) {

@@ -8,10 +8,10 @@ use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError};
 
 use unicorn::gpu::{Buffer, Device, DevicePolicy, Need, Order, Recorder, Rehearsal, Shader};
 use unicorn::kernels::{
-    Activations, Attention, AttentionBy, AttentionTile, ExpertMatrices, Experts, GridTables, Heads,
+    Activations, AltUp, Attention, AttentionBy, AttentionTile, ExpertMatrices, Experts, GridTables, Heads,
     HiddenAct, History, Kernels, KvCache, LAST_SAMPLED, LOGPROB_WORDS, LayerKind, LayerNorm, Operand,
-    PairActivations, Peak, PixelScale, Quantized, RmsNorm, Router, Routing, Shares, StepArrays, Tiles,
-    VisionKernels, Wants, shaders,
+    PairActivations, Peak, PixelScale, Quantized, RmsNorm, Router, Routing, Shares, StepArrays,
+    StreamKernels, Tiles, VisionKernels, Wants, shaders,
 };
 use unicorn::model::load::LoadOptions;
 use unicorn::model::{Runner, SamplingParams};
@@ -44,7 +44,14 @@ fn device_with_order(order: Order) -> MutexGuard<'static, Arc<Device>> {
 #[test]
 fn golden_logits_have_the_same_bits_in_any_order_between_barriers() {
     // Qwen 2 has biases, and no norms of queries, keys or results.
-    let models = ["gemma3/tiny-a", "gemma3/tiny-b", "gemma3/tiny-27b-ratio", "families/tiny-qwen2"];
+    // Gemma 3n has several residual streams, and per-layer embeddings.
+    let models = [
+        "gemma3/tiny-a",
+        "gemma3/tiny-b",
+        "gemma3/tiny-27b-ratio",
+        "families/tiny-qwen2",
+        "families/tiny-gemma3n",
+    ];
     for (i, variant) in models.into_iter().enumerate() {
         let goldens = Goldens::open(&data(variant));
         let prompts = ["short", "mid", "long"].map(|prompt| goldens.tokens(&format!("tokens.{prompt}")));
@@ -152,6 +159,9 @@ fn makers() -> Vec<Maker> {
     }
     all.push(Box::new(sums));
     all.push(Box::new(softcap));
+    for which in 0..STREAM_KERNELS {
+        push_each_body(&mut all, move |b| streams(b, which));
+    }
     for (tokens, kernels) in [(1, 1), (3, 2), (1, 3), (3, 3)] {
         push_each_body(&mut all, move |b| mixture(b, tokens, kernels));
     }
@@ -407,6 +417,45 @@ fn softcap(b: &mut Bench) -> Chain {
     Chain::new("soft cap", vec![logits.buffer.clone()], move |k, r| {
         k.rms_norm(r, &x, &norm, &Operand::floats(&logits), rows);
         k.softcap(r, &logits, 0.5, rows);
+    })
+}
+
+/// Kernels of [`streams`].
+const STREAM_KERNELS: usize = 5;
+
+/// One of the kernels of residual streams, after kernels that write its input.
+fn streams(b: &mut Bench, which: usize) -> Chain {
+    let (rows, dim) = (3, 100);
+    let own = StreamKernels::new(&b.device, b.bodies()).unwrap();
+    let inputs = [(); 4].map(|()| b.random(rows * dim, 1.0)).map(|x| b.activations(&x, dim));
+    let all = [(); 4].map(|()| b.empty(rows, dim));
+    let [predicted, first] = [(); 2].map(|()| b.empty(rows, dim));
+    let norm = RmsNorm { weight: b.upload(&vec![1f32; dim]), eps: 1e-6 };
+    let [router, prediction, correction, output_scale] =
+        [4 * dim, 64, 16, dim].map(|count| b.random(count, 10.0)).map(|values| b.upload(&values));
+    let altup = AltUp { router_norm: norm.clone(), router, prediction, correction, output_scale };
+    let mut written: Vec<Buffer> = all.iter().map(|stream| stream.buffer.clone()).collect();
+    match which {
+        0 => written.push(predicted.buffer.clone()),
+        1 => written.extend([predicted.buffer.clone(), first.buffer.clone()]),
+        4 => written.truncate(1),
+        _ => {}
+    }
+    Chain::new(format!("streams, {which}"), written, move |k, r| {
+        // With one stream written before, no other barrier hides that one is missing.
+        for (x, stream) in inputs.iter().zip(&all[..if which == 4 { 1 } else { 4 }]) {
+            k.rms_norm(r, x, &norm, &Operand::floats(stream), rows);
+        }
+        match which {
+            0 => own.predict(r, &altup, all.each_ref(), &predicted, rows),
+            1 => {
+                k.rms_norm(r, &inputs[1], &norm, &Operand::floats(&predicted), rows);
+                own.correct(r, &altup, all.each_ref(), &predicted, &first, rows);
+            }
+            2 => own.spread(r, all.each_ref(), rows),
+            3 => own.merge(r, all.each_ref(), rows),
+            _ => own.cutoff(r, &all[0], 0.5, rows),
+        }
     })
 }
 
@@ -725,6 +774,7 @@ fn chains_of(shader: &str) -> String {
         "adjust" | "sample" | "logprobs" => "draws",
         "history" => "history",
         "softcap" => "soft cap",
+        "altup" | "streams" | "cutoff" => "streams",
         "route" | "group" | "combine" => "experts",
         "copy" | "fill" => "copies",
         "qkv" | "attention" => "keys, values",

@@ -3,6 +3,7 @@
 mod experts;
 mod fast;
 mod hazards;
+mod streams;
 mod target_compile;
 mod twins;
 mod vision;

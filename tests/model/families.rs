@@ -24,7 +24,8 @@ use crate::support::reference::divergence;
 use crate::support::{data, device, in_turn};
 
 const BOUND: f32 = 1e-3;
-const SETS: [&str; 12] = [
+const SETS: [&str; 13] = [
+    "tiny-gemma3n",
     "tiny-gemma4-12b",
     "tiny-gemma4-26b",
     "tiny-gemma4-31b",
@@ -39,7 +40,7 @@ const SETS: [&str; 12] = [
     "tiny-qwen3-moe",
 ];
 /// One model of each family.
-const FAMILIES: [&str; 8] = [
+const FAMILIES: [&str; 9] = [
     "tiny-gemma4-31b",
     "tiny-llama",
     "tiny-mistral-window",
@@ -48,6 +49,7 @@ const FAMILIES: [&str; 8] = [
     "tiny-gemma4-26b",
     "tiny-qwen3-moe",
     "tiny-gemma4-e2b",
+    "tiny-gemma3n",
 ];
 
 fn folder(set: &str) -> PathBuf {

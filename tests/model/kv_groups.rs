@@ -20,6 +20,7 @@ fn model(layers: &[(Option<usize>, AttentionHeads)]) -> ModelSpec {
             has_values_of_keys: false,
             kv_source: None,
             intermediate_size: 6912,
+            gate_cutoff: None,
             feed_forward: FeedForward::Dense,
         })
         .collect();

@@ -119,9 +119,40 @@ fn norms(all: &mut BTreeMap<String, Set>) {
         let most = largest(&result.concat());
         all.insert(name.into(), set(values, ROUNDING * most, most));
     }
+    streams(all);
     let sum = |rows: &[Vec<f64>], col: usize| rows.iter().map(|row| row[col]).sum::<f64>();
     let sums = inputs::NORM_COLS.map(|col| sum(&x, col) + sum(&before, col));
     all.insert("pool".into(), set(sums, 1e-5, largest(&sums)));
+}
+
+/// What the kernels of several residual streams compute.
+fn streams(all: &mut BTreeMap<String, Set>) {
+    let row_of = |i: usize, row: usize| -> Vec<f64> {
+        (0..WIDTH).map(|col| inputs::stream(i, row, col).into()).collect()
+    };
+    let (norm, scale) = (inputs::norm_weights(false), inputs::norm_weights(true));
+    let (router, coefficients, eps) = (inputs::router(), inputs::coefficients(64), inputs::EPS.into());
+    let mut results: BTreeMap<String, Vec<Vec<f64>>> = BTreeMap::new();
+    for row in 0..NORM_ROWS {
+        let x: [Vec<f64>; 4] = std::array::from_fn(|i| row_of(i, row));
+        let predicted = reference::altup_predict(&x, &norm, &router, &coefficients, eps);
+        let corrected = reference::altup_correct(&x, &x[1], &norm, &router, &coefficients, eps);
+        let scaled = corrected[0].iter().zip(&scale).map(|(x, scale)| x * f64::from(*scale)).collect();
+        let mut add = |name: String, values: Vec<f64>| results.entry(name).or_default().push(values);
+        add("altup_correct scaled".into(), scaled);
+        predicted.into_iter().enumerate().for_each(|(i, values)| add(format!("altup_predict {i}"), values));
+        corrected.into_iter().enumerate().for_each(|(i, values)| add(format!("altup_correct {i}"), values));
+        let matched = [1, 2, 3].map(|i| reference::with_size_of(&x[0], &x[i]));
+        let mean = |at: usize| (x[0][at] + matched.iter().map(|stream| stream[at]).sum::<f64>()) / 4.0;
+        add("streams_merge 0".into(), (0..WIDTH).map(mean).collect());
+        matched.into_iter().zip(1..).for_each(|(values, i)| add(format!("streams_spread {i}"), values));
+        add("cutoff".into(), reference::cutoff(&x[0], inputs::DEVIATIONS.into()));
+    }
+    for (name, rows) in results {
+        let values = rows.iter().flat_map(|row| inputs::NORM_COLS.map(|col| row[col]));
+        let most = largest(&rows.concat());
+        all.insert(name, set(values, ROUNDING * most, most));
+    }
 }
 
 /// Four values that represent a head of any dimension.

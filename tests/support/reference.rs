@@ -123,6 +123,66 @@ pub fn rms_norm(x: &[f64], weight: &[f32], eps: f64) -> Vec<f64> {
     x.iter().zip(weight).map(|(v, w)| v * factor * f64::from(*w)).collect()
 }
 
+/// The numbers that weigh the coefficients of AltUp, of a row of the first stream. `router` is `[4, x.len()]`.
+fn altup_numbers(x: &[f64], norm: &[f32], router: &[f32], eps: f64) -> Vec<f64> {
+    let normed = rms_norm(x, norm, eps);
+    let dot = |weights: &[f32]| normed.iter().zip(weights).map(|(x, w)| x * f64::from(*w)).sum::<f64>();
+    router.chunks_exact(x.len()).map(|weights| (dot(weights) / x.len() as f64).tanh()).collect()
+}
+
+/// The product of a row of coefficients with AltUp's numbers.
+fn altup_factor(coefficients: &[f32], row: usize, numbers: &[f64]) -> f64 {
+    coefficients[4 * row..][..4].iter().zip(numbers).map(|(c, n)| f64::from(*c) * n).sum()
+}
+
+/// AltUp's prediction of a row of four streams.
+pub fn altup_predict(
+    streams: &[Vec<f64>; 4],
+    norm: &[f32],
+    router: &[f32],
+    coefficients: &[f32],
+    eps: f64,
+) -> [Vec<f64>; 4] {
+    let numbers = altup_numbers(&streams[0], norm, router, eps);
+    std::array::from_fn(|i| {
+        let factors = [0, 1, 2, 3].map(|j| altup_factor(coefficients, 4 * i + j, &numbers));
+        let sum = |at: usize| (0..4).map(|j| factors[j] * streams[j][at]).sum::<f64>();
+        (0..streams[i].len()).map(|at| streams[i][at] + sum(at)).collect()
+    })
+}
+
+/// AltUp's correction of a row of four streams, where `predicted` is the prediction of the first one.
+pub fn altup_correct(
+    streams: &[Vec<f64>; 4],
+    predicted: &[f64],
+    norm: &[f32],
+    router: &[f32],
+    coefficients: &[f32],
+    eps: f64,
+) -> [Vec<f64>; 4] {
+    let numbers = altup_numbers(&streams[0], norm, router, eps);
+    std::array::from_fn(|i| {
+        let factor = 1.0 + altup_factor(coefficients, i, &numbers);
+        let before = if i == 0 { predicted } else { &streams[i] };
+        let change = |at: usize| streams[0][at] - predicted[at];
+        (0..before.len()).map(|at| before[at] + change(at) * factor).collect()
+    })
+}
+
+/// A row with the root mean square of another one.
+pub fn with_size_of(target: &[f64], x: &[f64]) -> Vec<f64> {
+    let mean_square = |row: &[f64]| row.iter().map(|v| v * v).sum::<f64>() / row.len() as f64;
+    let factor = (mean_square(target) / mean_square(x).max(1e-5)).sqrt();
+    x.iter().map(|v| v * factor).collect()
+}
+
+/// What exceeds the mean of a row by so many standard deviations.
+pub fn cutoff(x: &[f64], deviations: f64) -> Vec<f64> {
+    let mean = x.iter().sum::<f64>() / x.len() as f64;
+    let variance = x.iter().map(|v| (v - mean).powi(2)).sum::<f64>() / x.len() as f64;
+    x.iter().map(|v| (v - mean - deviations * variance.sqrt()).max(0.0)).collect()
+}
+
 /// LayerNorm: the mean becomes 0 and the deviation 1, before the weights and what is added.
 pub fn layer_norm(x: &[f64], weight: &[f32], shift: &[f32], eps: f64) -> Vec<f64> {
     let n = x.len() as f64;

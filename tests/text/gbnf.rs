@@ -510,8 +510,9 @@ fn large_grammars_compile_or_are_refused_with_a_short_error() {
             .map(|c| format!("\"{}\"?", char::from_u32(c).unwrap()))
             .fold("root ::= ".into(), |all, next| all + &next),
     ] {
-        match grammars.compile(&gbnf(&grammar)) {
-            Ok(grammar) => drop(grammar.start().mask(true).unwrap()),
+        // On a busy machine, the first mask can exceed its time too.
+        match grammars.compile(&gbnf(&grammar)).and_then(|grammar| grammar.start().mask(true).map(drop)) {
+            Ok(()) => {}
             Err(TextError::Grammar(problem)) => assert!(problem.len() < 200, "{problem}"),
             Err(other) => panic!("{other:?}"),
         }

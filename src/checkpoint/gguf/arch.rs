@@ -321,6 +321,17 @@ impl<'a, 'm> Keys<'a, 'm> {
         list.into_iter().map(whole).collect::<Result<_, _>>().map(Some)
     }
 
+    /// A number for each layer; `None` if the file has no list.
+    pub fn numbers(&self, name: &str, blocks: u64) -> Result<Option<Vec<f64>>, HeaderError> {
+        let number = |value| match value {
+            Value::Number(number) => Ok(number),
+            Value::Whole(number) => Ok(number as f64),
+            other => Err(self.error(name, format!("contains {other}; expected numbers"))),
+        };
+        let list = self.each_layer(name, blocks)?;
+        list.map(|list| list.into_iter().map(number).collect()).transpose()
+    }
+
     /// A whole number. Some files have a list of it, with one equal element per layer.
     pub fn uniform(&self, name: &str, blocks: u64) -> Result<Option<u64>, HeaderError> {
         let key = self.full(name);

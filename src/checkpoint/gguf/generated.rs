@@ -120,6 +120,8 @@ pub(super) fn tensor_name(arch: Option<&GgufArch>, name: &str) -> Result<String,
         "per_layer_token_embd.weight" => return Ok("model.embed_tokens_per_layer.weight".into()),
         "per_layer_model_proj.weight" => return Ok("model.per_layer_model_projection.weight".into()),
         "per_layer_proj_norm.weight" => return Ok("model.per_layer_projection_norm.weight".into()),
+        "altup_proj.weight" => return Ok("model.altup_projections.weight".into()),
+        "altup_unembd_proj.weight" => return Ok("model.altup_unembed_projections.weight".into()),
         "output.weight" => return Ok("lm_head.weight".into()),
         _ => {}
     }

@@ -10,9 +10,9 @@ use crate::checkpoint::{Encoding, NativeTensor, Tensor};
 use crate::cli::load;
 use crate::gpu::{Device, Note};
 use crate::kernels::shaders::{
-    ActivatePush, AttentionMergePush, AttentionPush, AveragePoolPush, CombinePush, EmbedPush, FastMatmulPush,
-    GluPush, GridPush, GroupPairsPush, HistoryPush, LayerNormPush, MatmulPush, PatchesPush, QkvStorePush,
-    QuantizePush, RmsNormPush, RoutePush, SamplePush, SoftcapPush,
+    ActivatePush, AltupPush, AttentionMergePush, AttentionPush, AveragePoolPush, CombinePush, CutoffPush,
+    EmbedPush, FastMatmulPush, GluPush, GridPush, GroupPairsPush, HistoryPush, LayerNormPush, MatmulPush,
+    PatchesPush, QkvStorePush, QuantizePush, RmsNormPush, RoutePush, SamplePush, SoftcapPush, StreamsPush,
 };
 use crate::kernels::{AttentionBy, AttentionTile, Experts, Item, LayerKind, Tiles, Wants};
 use crate::lab::cost::{self, Dispatch, Drawn, Heads};
@@ -32,8 +32,8 @@ use crate::tensor::{DType, KvDtype, Precision, Scheme, VisionMode};
 /// Constants of a product with int8 by lanes. The last one is GROUPED.
 const LANE_CONSTANTS: usize = 6;
 
-/// The scheme of the matrices of per-layer embeddings: no mode of quantization changes it.
-const PER_LAYER: Scheme = Scheme::Bf16;
+/// The scheme of the matrices that no mode of quantization changes.
+const KEPT: Scheme = Scheme::Bf16;
 
 /// Dispatches of one kind in a step.
 #[derive(Debug, Clone)]
@@ -91,8 +91,8 @@ impl PaperModel {
         let scheme = |spec: &TensorSpec| match spec.role {
             Role::Embedding | Role::Head | Role::PerLayerEmbedding => Some(types.embedding),
             Role::Projection(_) => Some(types.projections),
-            Role::PerLayerMatrix => Some(PER_LAYER),
-            Role::Norm | Role::Bias | Role::Router | Role::Factors => None,
+            Role::KeptMatrix => Some(KEPT),
+            Role::Norm | Role::Bias | Role::Router | Role::Coefficients | Role::Factors => None,
         };
         let sizes = |spec: &TensorSpec| match scheme(spec) {
             Some(scheme) => (
@@ -273,7 +273,8 @@ impl Costs {
         };
         let scheme = match note.label {
             "lm_head" => embedding,
-            label if label.starts_with("per-layer") => PER_LAYER,
+            "laurel" | "stream projection" => KEPT,
+            label if label.starts_with("per-layer") => KEPT,
             _ => projections,
         };
         let (what, dispatch) = match note.shader.kernel {
@@ -393,6 +394,15 @@ impl Costs {
                 let width = note.push::<SoftcapPush>().width as usize;
                 ("soft cap", cost::softcap(y, width))
             }
+            "altup" => {
+                let width = note.push::<AltupPush>().dim as usize;
+                (note.label, cost::altup(x, width, name == "altup_correct"))
+            }
+            "streams" => {
+                let width = note.push::<StreamsPush>().dim as usize;
+                (note.label, cost::streams(x, width, name == "streams_merge"))
+            }
+            "cutoff" => (note.label, cost::cutoff(x, note.push::<CutoffPush>().width as usize)),
             "patches" => ("patches", cost::patches(y, note.push::<PatchesPush>().patch_size as usize)),
             "quantize" => ("quantize", cost::quantize(y, note.push::<QuantizePush>().width as usize)),
             "layer_norm" => {
@@ -536,7 +546,7 @@ mod tests {
             spec.tensors.layers.iter().flat_map(of).map(TensorSpec::elements).sum()
         };
         let quantized = elements(|layer| layer.projections.iter().collect()) * 33 / 64;
-        let kept = 2 * elements(|layer| layer.per_layer.iter().collect()) + 2 * 42 * 256 * 2560;
+        let kept = 2 * elements(|layer| layer.kept.iter().collect()) + 2 * 42 * 256 * 2560;
         let head = 262_144 * (2560 + 4);
         assert_eq!(bytes("per-layer gate") + bytes("per-layer projection"), 2 * 2 * 42 * 256 * 2560);
         assert_eq!(bytes("per-layer model projection"), 2 * 42 * 256 * 2560);

@@ -99,6 +99,7 @@ pub(in crate::model) fn read(
         tie_word_embeddings: level.flag("tie_word_embeddings")?.unwrap_or(false),
         experts: mixture.map_or((0, 0), |mixture| (mixture.experts.count, mixture.intermediate_size)),
         per_layer: None,
+        laurel_rank: None,
     };
     let layer = |feed_forward| LayerSpec {
         window,
@@ -107,6 +108,7 @@ pub(in crate::model) fn read(
         has_values_of_keys: false,
         kv_source: None,
         intermediate_size,
+        gate_cutoff: None,
         feed_forward,
     };
     let layers: Vec<_> = of_layers.into_iter().map(layer).collect();
@@ -116,6 +118,7 @@ pub(in crate::model) fn read(
         hidden_size,
         intermediate_size,
         per_layer: None,
+        streams: None,
         unused_tensors: Vec::new(),
         vision: Ok(None),
         mixture,

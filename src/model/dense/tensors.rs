@@ -1,7 +1,7 @@
 //! The names of the tensors of a layer.
 
 use crate::model::tensors::{
-    Biases, Layer, Names, Norms, PerLayerMatrices, Projections, RouterTensors, Scalars,
+    AltUpTensors, Biases, KeptMatrices, Layer, Names, Norms, Projections, RouterTensors, Scalars,
 };
 
 /// A layer without optional tensors.
@@ -29,9 +29,22 @@ pub(in crate::model) const NAMES: Layer<Names> = Layer {
         pre_feedforward_layernorm_2: None,
         post_feedforward_layernorm_2: None,
         post_per_layer_input_norm: None,
+        post_laurel_norm: None,
+        router_norm: None,
     },
     biases: Biases { q_proj: None, k_proj: None, v_proj: None },
     scalars: Scalars { layer_scalar: None },
     router: RouterTensors { proj: None, scale: None, per_expert_scale: None },
-    per_layer: PerLayerMatrices { per_layer_input_gate: None, per_layer_projection: None },
+    kept: KeptMatrices {
+        per_layer_input_gate: None,
+        per_layer_projection: None,
+        linear_left: None,
+        linear_right: None,
+    },
+    altup: AltUpTensors {
+        modality_router: None,
+        prediction_coefs: None,
+        correction_coefs: None,
+        correct_output_scale: None,
+    },
 };

@@ -16,7 +16,7 @@ use crate::model::config::{
     ConfigError, LayerType, Level, MAX_HIDDEN, MAX_INTERMEDIATE, MAX_LAYERS, MAX_POSITIONS, MAX_VOCAB,
     TokenIds,
 };
-use crate::model::rope::{THETAS, rope_type};
+use crate::model::rope::{RopeScaling, RopeSpec, THETAS, rope_type};
 use crate::model::spec::AttentionHeads;
 use crate::model::vision::VisionSpec;
 
@@ -148,15 +148,16 @@ fn layer_types(text: &Level, num_hidden_layers: usize) -> Result<Vec<LayerType>,
     Ok((0..num_hidden_layers).map(kind).collect())
 }
 
-struct Rope {
-    theta: f64,
-    local_theta: f64,
-    factor: f64,
+/// The RoPE of layers that see all positions, and the base of layers with a window.
+pub(in crate::model) struct Rope {
+    pub theta: f64,
+    pub local_theta: f64,
+    pub factor: f64,
 }
 
 impl Rope {
     /// Reads the old fields, or those of transformers 5. If a config has both, they must agree.
-    fn read(text: &Level) -> Result<Self, ConfigError> {
+    pub fn read(text: &Level) -> Result<Self, ConfigError> {
         let theta = text.number("rope_theta", 1e6, THETAS)?;
         let local_theta = text.number("rope_local_base_freq", 1e4, THETAS)?;
         let factor = match text.object("rope_scaling")? {
@@ -198,7 +199,21 @@ impl Rope {
             None => Ok(new),
         }
     }
+
+    /// The tables of layers with a window ([`SLIDING`]) and of those without ([`FULL`]).
+    pub fn tables(&self) -> Vec<RopeSpec> {
+        let table = |name, theta, factor| {
+            let is_scaled = factor != 1.0;
+            let scaling = if is_scaled { RopeScaling::Linear { factor } } else { RopeScaling::Unscaled };
+            RopeSpec { name, theta, scaling }
+        };
+        vec![table("sliding layers", self.local_theta, 1.0), table("full layers", self.theta, self.factor)]
+    }
 }
+
+/// Indices in [`Rope::tables`].
+pub(in crate::model) const SLIDING: usize = 0;
+pub(in crate::model) const FULL: usize = 1;
 
 /// The factor of one set of rope parameters, 1 for the type "default".
 fn scaling_factor(level: &Level, type_required: bool) -> Result<f64, ConfigError> {

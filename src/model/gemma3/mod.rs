@@ -11,12 +11,12 @@ mod shapes;
 mod tensors;
 
 pub use config::Config;
+pub(super) use config::{FULL, Rope, SLIDING};
 pub(super) use tensors::NAMES;
 
 use serde_json::Value;
 
 use super::config::{ConfigError, LayerType};
-use super::rope::{RopeScaling, RopeSpec};
 use super::spec::{Arch, AttentionHeads, FeedForward, LayerSpec, ModelSpec, NormWeight, Shape};
 use super::tensors::{ModelTensors, Sizes};
 use crate::kernels::HiddenAct;
@@ -47,8 +47,6 @@ fn read(config: &Value, file_name: &str) -> Result<ModelSpec, ConfigError> {
 impl Config {
     /// The model with this config.
     pub fn spec(&self) -> ModelSpec {
-        const SLIDING: usize = 0;
-        const FULL: usize = 1;
         let heads = AttentionHeads {
             num_attention_heads: self.num_attention_heads,
             num_key_value_heads: self.num_key_value_heads,
@@ -62,6 +60,7 @@ impl Config {
                 has_values_of_keys: false,
                 kv_source: None,
                 intermediate_size: self.intermediate_size,
+                gate_cutoff: None,
                 feed_forward: FeedForward::Dense,
             },
             LayerType::FullAttention => LayerSpec {
@@ -71,6 +70,7 @@ impl Config {
                 has_values_of_keys: false,
                 kv_source: None,
                 intermediate_size: self.intermediate_size,
+                gate_cutoff: None,
                 feed_forward: FeedForward::Dense,
             },
         };
@@ -81,11 +81,12 @@ impl Config {
             tie_word_embeddings: self.tie_word_embeddings,
             experts: (0, 0),
             per_layer: None,
+            laurel_rank: None,
         };
-        let rope = |name, theta, factor| {
-            let is_scaled = factor != 1.0;
-            let scaling = if is_scaled { RopeScaling::Linear { factor } } else { RopeScaling::Unscaled };
-            RopeSpec { name, theta, scaling }
+        let rope = Rope {
+            theta: self.rope_theta,
+            local_theta: self.rope_local_base_freq,
+            factor: self.rope_scaling_factor,
         };
         ModelSpec {
             arch: &ARCH,
@@ -93,6 +94,7 @@ impl Config {
             hidden_size: self.hidden_size,
             intermediate_size: self.intermediate_size,
             per_layer: None,
+            streams: None,
             unused_tensors: Vec::new(),
             mixture: None,
             vision: self.vision.clone(),
@@ -106,10 +108,7 @@ impl Config {
             max_position_embeddings: self.max_position_embeddings,
             tensors: ModelTensors::of(&NAMES, &sizes, layers.iter().map(LayerSpec::sizes)),
             layers,
-            ropes: vec![
-                rope("sliding layers", self.rope_local_base_freq, 1.0),
-                rope("full layers", self.rope_theta, self.rope_scaling_factor),
-            ],
+            ropes: rope.tables(),
             suppress_tokens: Vec::new(),
             eos_token_ids: self.eos_token_ids.clone(),
             bos_token_id: self.bos_token_id,

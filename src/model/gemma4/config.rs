@@ -56,7 +56,7 @@ pub(super) fn read(arch: &'static Arch, config: &Value, file_name: &str) -> Resu
     let mixture = mixture(&text, hidden_size)?;
     let feed_forward = if mixture.is_some() { FeedForward::DenseAndExperts } else { FeedForward::Dense };
     let intermediate_size = text.size("intermediate_size", 9216, 1..=MAX_INTERMEDIATE)?;
-    let sources = kv_sources(&text, &types)?;
+    let sources = LayerType::kv_sources(&text, &types, 0)?;
     let is_double_wide = text.flag("use_double_wide_mlp")?.unwrap_or(false);
     let layer = |(i, kind): (usize, &LayerType)| -> Result<LayerSpec, ConfigError> {
         let heads = heads.of_layer(i, *kind)?;
@@ -72,6 +72,7 @@ pub(super) fn read(arch: &'static Arch, config: &Value, file_name: &str) -> Resu
             has_values_of_keys,
             kv_source: sources[i],
             intermediate_size: if is_wide { 2 * intermediate_size } else { intermediate_size },
+            gate_cutoff: None,
             feed_forward,
         })
     };
@@ -89,6 +90,7 @@ pub(super) fn read(arch: &'static Arch, config: &Value, file_name: &str) -> Resu
         tie_word_embeddings: true,
         experts: mixture.map_or((0, 0), |mixture| (mixture.experts.count, mixture.intermediate_size)),
         per_layer: per_layer_width.map(|width| (width, vocab_size)),
+        laurel_rank: None,
     };
     // A wrong tower is no reason to refuse texts.
     let vision = vision(&root, &text, is_unified, hidden_size).map_err(|error| error.to_string());
@@ -123,6 +125,7 @@ pub(super) fn read(arch: &'static Arch, config: &Value, file_name: &str) -> Resu
             .max()
             .unwrap_or(intermediate_size),
         per_layer,
+        streams: None,
         unused_tensors: unused_tensors(&names, layers.iter().map(LayerSpec::sizes)),
         vision,
         mixture,
@@ -247,30 +250,6 @@ fn ropes(text: &Level, layers: &[LayerSpec], context: usize) -> Result<Vec<RopeS
         table(SLIDING, "sliding layers", "sliding_attention", 1e4, RopeScaling::Unscaled)?,
         table(FULL, "full layers", "full_attention", 1e6, proportional)?,
     ])
-}
-
-/// For each layer, the layer whose keys and values it uses in place of its own. The last `num_kv_shared_layers` layers
-/// use those of the last layer of their type before them.
-fn kv_sources(text: &Level, types: &[LayerType]) -> Result<Vec<Option<usize>>, ConfigError> {
-    const NAME: &str = "num_kv_shared_layers";
-    let shared = text.optional_size(NAME, 0, 0..=MAX_LAYERS)?;
-    let Some(own) = types.len().checked_sub(shared) else {
-        return Err(text.error(NAME, format!("is {shared}; expected at most {} layers", types.len())));
-    };
-    let source = |(i, kind): (usize, &LayerType)| match i < own {
-        true => Ok(None),
-        false => match types[..own].iter().rposition(|other| other == kind) {
-            Some(source) => Ok(Some(source)),
-            None => {
-                let problem = format!(
-                    "is {shared}; expected a layer of the type {} before these, for layer {i}",
-                    kind.name()
-                );
-                Err(text.error(NAME, problem))
-            }
-        },
-    };
-    types.iter().enumerate().map(source).collect()
 }
 
 /// The width of the per-layer embeddings in a layer. The published class has them by default, and that of unified models

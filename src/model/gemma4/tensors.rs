@@ -1,7 +1,7 @@
 //! The names of the tensors of a layer.
 
 use crate::model::gemma3;
-use crate::model::tensors::{Layer, Names, Norms, PerLayerMatrices, Projections, RouterTensors, Scalars};
+use crate::model::tensors::{KeptMatrices, Layer, Names, Norms, Projections, RouterTensors, Scalars};
 
 pub(super) const NAMES: Layer<Names> = Layer {
     scalars: Scalars { layer_scalar: Some(Names::of("layer_scalar", "layer_output_scale.weight")) },
@@ -14,9 +14,10 @@ pub(super) const PER_LAYER: Layer<Names> = Layer {
         post_per_layer_input_norm: Some(Names::of("post_per_layer_input_norm", "post_norm")),
         ..NAMES.norms
     },
-    per_layer: PerLayerMatrices {
+    kept: KeptMatrices {
         per_layer_input_gate: Some(Names::of("per_layer_input_gate", "inp_gate")),
         per_layer_projection: Some(Names::of("per_layer_projection", "proj")),
+        ..NAMES.kept
     },
     ..NAMES
 };

@@ -9,10 +9,10 @@ use super::stored::{Set, Stored};
 use super::tested_experts::TestedExperts;
 use crate::gpu::{Buffer, Recorder};
 use crate::kernels::{
-    Activations, Attention, AttentionBy, AttentionShape, Bias, DrawArrays, Embedding, Heads, HiddenAct,
-    History, Item, Kernels, KvCache, LAST_SAMPLED, LOGPROB_WORDS, LayerKind, Logits, Matrix, Operand,
-    Partials, ProductKind, Quantized, RmsNorm, Room, Run, SampleRequest, ShareArrays, Shares, StepArrays,
-    Wants, draw_words, mask_words, partial_width,
+    Activations, AltUp, Attention, AttentionBy, AttentionShape, Bias, DrawArrays, Embedding, Heads,
+    HiddenAct, History, Item, Kernels, KvCache, LAST_SAMPLED, LOGPROB_WORDS, LayerKind, Logits, Matrix,
+    Operand, Partials, ProductKind, Quantized, RmsNorm, Room, Run, SampleRequest, ShareArrays, Shares,
+    StepArrays, Wants, draw_words, mask_words, partial_width,
 };
 use crate::tensor::{KvDtype, Scheme};
 
@@ -101,6 +101,11 @@ case_buffers! {
     NextWeight: 4 * WIDTH as u64,
     NormRows: 8,
     Pooled: floats(1, WIDTH),
+    Streams: 3 * norm,
+    StreamWork: 3 * norm,
+    Predicted: norm,
+    StreamRouter: 4 * 4 * WIDTH as u64,
+    Coefficients: 4 * 64,
     Queries: floats(QUERIES, width),
     Keys: kv(KV_BLOCKS),
     Values: kv(KV_BLOCKS),
@@ -432,6 +437,9 @@ impl Cases {
             if i == 0 {
                 make.products(&matrices);
                 make.norms();
+                if traits.layers.has_streams {
+                    make.streams();
+                }
                 make.history();
                 make.draws();
                 if let Some(experts) = &traits.experts {
@@ -750,6 +758,90 @@ impl Make<'_> {
             poison(r, [&pooled.buffer]);
             kernels.pool(r, &x, &pooled, true, NORM_ROWS);
             kernels.pool(r, &hidden, &pooled, false, NORM_ROWS);
+        });
+    }
+
+    /// The kernels of several residual streams.
+    fn streams(&mut self) {
+        let space = &mut self.space;
+        space.put(&space.part(CaseBuffer::StreamRouter), &inputs::router());
+        space.put(&space.part(CaseBuffer::Coefficients), &inputs::coefficients(64));
+        let bytes = Activations::bytes(NORM_ROWS, WIDTH);
+        let others = |part: CaseBuffer| {
+            [0, 1, 2].map(|i| Activations::new(space.part(part).slice(i * bytes, bytes), WIDTH))
+        };
+        let (inputs_of_others, work_of_others) =
+            (others(CaseBuffer::Streams), others(CaseBuffer::StreamWork));
+        for (i, stream) in (1..).zip(&inputs_of_others) {
+            let at = |n: usize| inputs::stream(i, n / WIDTH, n % WIDTH);
+            let values: Vec<f32> = (0..NORM_ROWS * WIDTH).map(at).collect();
+            self.space.put(&stream.buffer, &values);
+        }
+        let space = &self.space;
+        let [first, before, work, scaled, predicted] = [
+            CaseBuffer::Normed,
+            CaseBuffer::Hidden,
+            CaseBuffer::Work,
+            CaseBuffer::Norm,
+            CaseBuffer::Predicted,
+        ]
+        .map(|part| space.floats(part, WIDTH));
+        let coefficients = space.part(CaseBuffer::Coefficients);
+        let altup = AltUp {
+            router_norm: RmsNorm { weight: space.part(CaseBuffer::NormWeight), eps: inputs::EPS },
+            router: space.part(CaseBuffer::StreamRouter),
+            prediction: coefficients.clone(),
+            correction: coefficients,
+            output_scale: space.part(CaseBuffer::NextWeight),
+        };
+        let places: Vec<_> = (0..NORM_ROWS).flat_map(|row| inputs::NORM_COLS.map(|col| (row, col))).collect();
+        let [second, third, fourth] = &work_of_others;
+        let streams = [&work, second, third, fourth];
+        let names = ["first stream", "second stream", "third stream", "fourth stream"];
+        for kernel in ["altup_predict", "altup_correct", "streams_spread", "streams_merge"] {
+            // The mean replaces the first stream, and the sizes of the others follow it.
+            let written = match kernel {
+                "streams_merge" => 0..1,
+                "streams_spread" => 1..4,
+                _ => 0..4,
+            };
+            let mut outputs: Vec<Output> = written
+                .map(|i| {
+                    let set = self.stored.get(&format!("{kernel} {i}"));
+                    self.rows(names[i], streams[i], NORM_ROWS, set, &places)
+                })
+                .collect();
+            match kernel {
+                "altup_predict" => {
+                    let set = self.stored.get("altup_predict 0");
+                    outputs.push(self.rows("predicted", &predicted, NORM_ROWS, set, &places));
+                }
+                "altup_correct" => {
+                    let set = self.stored.get("altup_correct scaled");
+                    outputs.push(self.rows("scaled", &scaled, NORM_ROWS, set, &places));
+                }
+                _ => {}
+            }
+            let from = [&first].into_iter().chain(&inputs_of_others).cloned().collect::<Vec<_>>();
+            let to = streams.map(Activations::clone);
+            let (altup, before, scaled, predicted) =
+                (altup.clone(), before.clone(), scaled.clone(), predicted.clone());
+            self.add(kernel, outputs, move |kernels, r| {
+                from.iter().zip(&to).for_each(|(from, to)| r.copy(&from.buffer, &to.buffer, bytes));
+                poison(r, [&scaled.buffer, &predicted.buffer]);
+                let own = kernels.streams();
+                match kernel {
+                    "altup_predict" => own.predict(r, &altup, to.each_ref(), &predicted, NORM_ROWS),
+                    "altup_correct" => own.correct(r, &altup, to.each_ref(), &before, &scaled, NORM_ROWS),
+                    "streams_spread" => own.spread(r, to.each_ref(), NORM_ROWS),
+                    _ => own.merge(r, to.each_ref(), NORM_ROWS),
+                }
+            });
+        }
+        let outputs = vec![self.rows("gate", &work, NORM_ROWS, self.stored.get("cutoff"), &places)];
+        self.add("cutoff", outputs, move |kernels, r| {
+            r.copy(&first.buffer, &work.buffer, bytes);
+            kernels.streams().cutoff(r, &work, inputs::DEVIATIONS, NORM_ROWS);
         });
     }
 

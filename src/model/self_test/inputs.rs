@@ -27,6 +27,8 @@ pub const WIDTH: usize = 1100;
 pub const NORM_COLS: [usize; 6] = [0, 5, 511, 1023, 1024, 1099];
 /// A soft cap, about as large as the numbers.
 pub const SOFTCAP: f32 = 0.75;
+/// The standard deviations of a cutoff: it leaves about a third of the numbers.
+pub const DEVIATIONS: f32 = 0.5;
 pub const EPS: f32 = 1e-6;
 
 /// Keys of the attended sequence, of which the last [`NEW_TOKENS`] are queries, and the window of the windowed case.
@@ -171,6 +173,25 @@ pub fn normed(row: usize, col: usize) -> f32 {
 
 pub fn hidden(row: usize, col: usize) -> f32 {
     2.0 * fraction(5, row * WIDTH + col)
+}
+
+/// Four residual streams, of which the first two are the inputs of norms.
+pub fn stream(i: usize, row: usize, col: usize) -> f32 {
+    match i {
+        0 => normed(row, col),
+        1 => hidden(row, col),
+        _ => fraction(20 + i as u32, row * WIDTH + col),
+    }
+}
+
+/// The router of the streams. The sum over a row is divided by its width, so only large weights have an effect.
+pub fn router() -> Vec<f32> {
+    (0..4 * WIDTH).map(|i| 128.0 * fraction(24, i)).collect()
+}
+
+/// The coefficients of predictions or of corrections.
+pub fn coefficients(count: usize) -> Vec<f32> {
+    (0..count).map(|i| fraction(25, i)).collect()
 }
 
 pub fn norm_weights(next: bool) -> Vec<f32> {

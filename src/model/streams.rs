@@ -1,0 +1,127 @@
+//! Records what a model with several residual streams computes in addition to other models: AltUp
+//! (<https://arxiv.org/abs/2301.13310>) and Laurel (<https://arxiv.org/abs/2411.07501>).
+//!
+//! Layers compute the first stream, which is `hidden` in [`Scratch`], and begin with a prediction and end with a correction
+//! of all streams. So a layer leaves nothing in `delta` that the next one has to add.
+
+use super::layers::{DeviceLayer, Scratch, StreamScratch};
+use super::model_runner::ModelRunner;
+use super::tensors::{KeptMatrices, StreamProjections};
+use crate::gpu::Recorder;
+use crate::kernels::{Activations, AltUp, Operand};
+
+/// The factor of the residual stream after attention and the learned residual were added to it.
+pub(super) const ATTENTION_SCALE: f32 = std::f32::consts::FRAC_1_SQRT_2;
+
+impl Scratch {
+    pub(super) fn of_streams(&self) -> &StreamScratch {
+        self.streams.as_ref().expect("scratch of residual streams")
+    }
+}
+
+impl ModelRunner {
+    /// Makes the other streams from the embeddings in the first one.
+    pub(super) fn record_spread(&self, recorder: &mut Recorder<'_>, tokens: usize) {
+        let Some(StreamProjections { altup_projections, .. }) = &self.streams else { return };
+        let (kernels, scratch) = (&self.kernels, &self.scratch);
+        let streams = scratch.of_streams();
+        for (matrix, stream) in altup_projections.iter().zip(&streams.others) {
+            let input = self.quantized_input(recorder, matrix, &scratch.hidden, scratch, tokens);
+            recorder.label("stream projection");
+            kernels.matmul(recorder, &[(matrix, stream)], &input, tokens);
+        }
+        recorder.label("streams");
+        kernels.streams().spread(recorder, streams.all(&scratch.hidden), tokens);
+    }
+
+    /// Brings all streams together in the first one, after the last layer.
+    pub(super) fn record_merge(&self, recorder: &mut Recorder<'_>, tokens: usize) {
+        let Some(StreamProjections { altup_unembed_projections, .. }) = &self.streams else { return };
+        let (kernels, scratch) = (&self.kernels, &self.scratch);
+        let StreamScratch { others, predicted, .. } = scratch.of_streams();
+        // These are not in use after the last layer.
+        let products = [&scratch.delta, &scratch.normed, predicted];
+        for ((matrix, stream), product) in altup_unembed_projections.iter().zip(others).zip(products) {
+            let input = self.quantized_input(recorder, matrix, stream, scratch, tokens);
+            recorder.label("stream projection");
+            kernels.matmul(recorder, &[(matrix, product)], &input, tokens);
+        }
+        let [second, third, fourth] = products;
+        recorder.label("streams");
+        kernels.streams().merge(recorder, [&scratch.hidden, second, third, fourth], tokens);
+    }
+
+    /// Predicts the streams after a layer, and norms the first one as the input of attention.
+    pub(super) fn record_prediction(
+        &self,
+        recorder: &mut Recorder<'_>,
+        (layer, altup): (&DeviceLayer, &AltUp),
+        scratch: &Scratch,
+        normed: &Operand,
+        tokens: usize,
+    ) {
+        let (kernels, hidden, streams) = (&self.kernels, &scratch.hidden, scratch.of_streams());
+        recorder.label("prediction");
+        kernels.streams().predict(recorder, altup, streams.all(hidden), &streams.predicted, tokens);
+        recorder.label("input norm");
+        kernels.rms_norm(recorder, hidden, &layer.norms.input_layernorm, normed, tokens);
+    }
+
+    /// Adds the learned residual to the first stream: the input of attention, and its normed product with two matrices.
+    pub(super) fn record_laurel(
+        &self,
+        recorder: &mut Recorder<'_>,
+        layer: &DeviceLayer,
+        scratch: &Scratch,
+        normed: &Operand,
+        tokens: usize,
+    ) {
+        let KeptMatrices { linear_left: Some(left), linear_right: Some(right), .. } = &layer.kept else {
+            return;
+        };
+        let (kernels, Scratch { hidden, delta, .. }) = (&self.kernels, scratch);
+        let StreamScratch { predicted, laurel, laurel_blocks, .. } = scratch.of_streams();
+        recorder.label("laurel");
+        kernels.matmul(recorder, &[(left, laurel)], normed, tokens);
+        let input = Operand::new(kernels.wants([right]), laurel, laurel_blocks);
+        if input.blocks.is_some() {
+            kernels.quantize(recorder, laurel, laurel_blocks, tokens);
+        }
+        kernels.matmul(recorder, &[(right, delta)], &input, tokens);
+        // The input of attention is the norm of `predicted`.
+        let own = Some(&layer.norms.input_layernorm);
+        kernels.rms_norm_add(recorder, predicted, (own, 1.0), hidden, tokens);
+        kernels.rms_norm_add(recorder, delta, (layer.norms.post_laurel_norm.as_ref(), 1.0), hidden, tokens);
+    }
+
+    /// Corrects the streams by what the layer computed in the first one. Returns the activations that the layer's per-layer
+    /// embedding is gated by.
+    pub(super) fn record_correction<'a>(
+        &self,
+        recorder: &mut Recorder<'_>,
+        altup: &AltUp,
+        scratch: &'a Scratch,
+        tokens: usize,
+    ) -> &'a Activations {
+        let (first, streams) = (&scratch.normed, scratch.of_streams());
+        recorder.label("correction");
+        let all = streams.all(&scratch.hidden);
+        self.kernels.streams().correct(recorder, altup, all, &streams.predicted, first, tokens);
+        first
+    }
+
+    /// Adds what the layer's per-layer embedding contributes, in `delta`, to all streams but the first one.
+    pub(super) fn record_stream_adds(
+        &self,
+        recorder: &mut Recorder<'_>,
+        layer: &DeviceLayer,
+        scratch: &Scratch,
+        tokens: usize,
+    ) {
+        let norm = layer.norms.post_per_layer_input_norm.as_ref();
+        recorder.label("per-layer add");
+        for stream in &scratch.of_streams().others {
+            self.kernels.rms_norm_add(recorder, &scratch.delta, (norm, 1.0), stream, tokens);
+        }
+    }
+}
