@@ -1318,19 +1318,19 @@ fn metadata_of_a_gemma_4_describes_both_kinds_of_layers() {
 #[test]
 fn metadata_of_an_unsupported_model_is_refused_with_its_key() {
     const PATTERN: &str = "gemma3.attention.sliding_window_pattern";
-    let clip = "is \"clip\": this is a vision tower (mmproj); expected \"gemma3\" or \"gemma4\" or \"llama\" or \"qwen2\" or \"qwen3\" or \"qwen3moe\", the file of the language model";
+    let clip = "is \"clip\": this is a vision tower (mmproj); expected \"gemma3\" or \"gemma3n\" or \"gemma4\" or \"llama\" or \"qwen2\" or \"qwen3\" or \"qwen3moe\", the file of the language model";
     for (key, value, expected) in [
         (
             "general.architecture",
             some("gemma2"),
-            "\"gemma2\" is not supported; expected \"gemma3\" or \"gemma4\" or \"llama\" or \"qwen2\" or \"qwen3\" or \"qwen3moe\"",
+            "\"gemma2\" is not supported; expected \"gemma3\" or \"gemma3n\" or \"gemma4\" or \"llama\" or \"qwen2\" or \"qwen3\" or \"qwen3moe\"",
         ),
         ("general.architecture", some("clip"), clip),
         ("general.architecture", some(3u32), "is 3; expected a text"),
         (
             "general.architecture",
             None,
-            "is missing; expected \"gemma3\" or \"gemma4\" or \"llama\" or \"qwen2\" or \"qwen3\" or \"qwen3moe\"",
+            "is missing; expected \"gemma3\" or \"gemma3n\" or \"gemma4\" or \"llama\" or \"qwen2\" or \"qwen3\" or \"qwen3moe\"",
         ),
         ("gemma3.block_count", None, "is missing; expected a number"),
         ("gemma3.block_count", some(1u64 << 40), "is 1099511627776; expected 1 to 1024"),

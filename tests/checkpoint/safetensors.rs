@@ -533,9 +533,9 @@ fn config_fields_are_read_as_transformers_reads_them() {
 fn unsupported_configs_are_refused_with_the_name_of_the_field() {
     let cases = r#"
 {"model_type": null}
-    => model_type is missing; expected "gemma3" or "gemma3_text" or "gemma4" or "gemma4_text" or "gemma4_unified" or "gemma4_unified_text" or "llama" or "mistral" or "qwen2" or "qwen3" or "qwen3_moe"
+    => model_type is missing; expected "gemma3" or "gemma3_text" or "gemma3n" or "gemma3n_text" or "gemma4" or "gemma4_text" or "gemma4_unified" or "gemma4_unified_text" or "llama" or "mistral" or "qwen2" or "qwen3" or "qwen3_moe"
 {"model_type": "mamba"}
-    => model_type "mamba" is not supported; expected "gemma3" or "gemma3_text" or "gemma4" or "gemma4_text" or "gemma4_unified" or "gemma4_unified_text" or "llama" or "mistral" or "qwen2" or "qwen3" or "qwen3_moe"
+    => model_type "mamba" is not supported; expected "gemma3" or "gemma3_text" or "gemma3n" or "gemma3n_text" or "gemma4" or "gemma4_text" or "gemma4_unified" or "gemma4_unified_text" or "llama" or "mistral" or "qwen2" or "qwen3" or "qwen3_moe"
 {"model_type": 3} => model_type is 3; expected a string
 {"model_type": "gemma3", "hidden_size": null}
     => text_config is missing; expected the language model's fields there

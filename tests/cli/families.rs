@@ -128,6 +128,7 @@ fn a_vocabulary_smaller_than_the_tokenizer_is_refused() {
 fn inspect_names_the_architecture_of_a_checkpoint() {
     for (model, architecture) in [
         ("gemma3/tiny-a", "Gemma-3"),
+        ("families/tiny-gemma3n", "Gemma 3n"),
         ("families/tiny-mistral-window", "Llama"),
         ("families/tiny-llama/gguf/tiny-llama-Q8_0.gguf", "Llama"),
         ("families/tiny-qwen2", "Qwen 2"),

@@ -74,8 +74,9 @@ const ARCHITECTURES: [&str; 3] = ["gemma", "mistral", "qwen"];
 
 /// Where the product may name an architecture: its folders, the registry, and the splitting of texts, which files name
 /// after models.
-const ARCHITECTURE_PLACES: [&str; 10] = [
+const ARCHITECTURE_PLACES: [&str; 11] = [
     "src/model/gemma3/",
+    "src/model/gemma3n/",
     "src/model/gemma4/",
     "src/model/llama/",
     "src/model/qwen2/",

@@ -87,9 +87,10 @@ const SCALAR: [(&str, u64, u64, [[u64; 6]; 2]); 3] = [
     // The scales are loaded one by one, because these weights need no sums.
     ("fast_matmul_int8_row", 0, 1, [[49, 50, 52, 61, 72, 134], [2, 3, 6, 12, 24, 48]]),
 ];
-/// The sizes whose kernels are compiled: those of the headline's family. The last one is a mixture of experts.
-const SHAPES: &str =
-    "gemma-3-270m,gemma-3-1b,gemma-3-4b,gemma-3-12b,gemma-3-27b,gemma-4-12b,gemma-4-31b,gemma-4-26b-a4b";
+/// The sizes whose kernels are compiled: those of the headline's family. One is a mixture of experts, and
+/// the last one has several residual streams.
+const SHAPES: &str = "gemma-3-270m,gemma-3-1b,gemma-3-4b,gemma-3-12b,gemma-3-27b,gemma-4-12b,gemma-4-31b,\
+                      gemma-4-26b-a4b,gemma-4-e2b,gemma-4-e4b,gemma-3n-e4b";
 /// Tolerance for additional instructions of another compiler release.
 const MARGIN: f64 = 1.02;
 
@@ -137,6 +138,8 @@ fn bounds(name: &str) -> (u64, u64) {
         ("logprobs", _) if shader == "logprobs_parts" => (16, 64),
         // Each lane has four logits with their masses, and four bins of 64 bits.
         ("sample", _) if !["sample_maxima", "sample_greedy"].contains(&shader) => (16, 64),
+        // A lane has four columns of four streams, and of the four results.
+        ("altup", _) => (16, 64),
         // Mesa 26 loads a column of many experts before it uses the first one.
         ("route", _) => (16, 64),
         // The kernel keeps thirty-two chains in registers on purpose. No model step runs it.
@@ -542,8 +545,8 @@ fn predictions_exist_for_every_size_and_batch_and_add_up() {
     assert_eq!(images, 3 + 3 * 2, "three sizes have images of one size, and three of several");
     assert_eq!(
         predictions.len() - images,
-        8 * 8,
-        "eight sizes; five batches, one with top_p, and two prompts"
+        11 * 8,
+        "eleven sizes; five batches, one with top_p, and two prompts"
     );
     let chip = &report["chip"];
     for prediction in predictions {
@@ -613,6 +616,30 @@ fn images_take_a_780m_no_longer_than_the_docs_say() {
                 (_, other) => panic!("{shape}: an image of {other} tokens"),
             };
             assert!(wanted.contains(&ms), "{shape}, {tokens} tokens: {ms} ms");
+        }
+    }
+}
+
+/// The sizes for machines with little memory answer at a speed that suits a conversation: tokens/s alone, and of a prompt of
+/// 512 tokens.
+#[test]
+fn small_sizes_answer_a_780m_as_fast_as_wanted() {
+    if reports_for_780m().is_none() {
+        return skip("radv");
+    }
+    for compiler in COMPILERS.into_iter().filter_map(|name| compiler(name).ok()) {
+        let predictions = compiler["predictions"].as_array().expect("a list");
+        let of = |shape: &str, what: &str| {
+            let is_it = |p: &&Value| p["shape"] == shape && p["what"] == what;
+            let found = predictions.iter().find(is_it).unwrap_or_else(|| panic!("{shape}, {what}"));
+            found["predicted_tokens_per_s"].as_f64().expect("a figure")
+        };
+        for (shape, alone, prompt) in
+            [("gemma-4-e4b", 20.0, 1200.0), ("gemma-4-e2b", 38.0, 2200.0), ("gemma-3n-e4b", 20.0, 1000.0)]
+        {
+            let found = (of(shape, "batch 1"), of(shape, "prefill 512"));
+            println!("{}: {shape} {found:.1?} tokens/s", compiler["driver"]);
+            assert!(found.0 >= alone && found.1 >= prompt, "{shape}: {found:?} tokens/s");
         }
     }
 }

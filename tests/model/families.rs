@@ -147,6 +147,7 @@ fn gguf_files_match_the_oracle_with_their_weights() {
         ("tiny-qwen3", &["tiny-qwen3-Q4_K_M"]),
         ("tiny-gemma4-26b", &["tiny-26b-Q8_0", "tiny-26b-Q4_0"]),
         ("tiny-gemma4-e2b", &["tiny-e2b-Q4_0"]),
+        ("tiny-gemma3n", &["tiny-3n-Q4_0"]),
         ("tiny-qwen3-moe", &["tiny-qwen3-moe-Q4_0"]),
     ] {
         let folder = folder(set).join("gguf");
@@ -405,6 +406,17 @@ fn configs_that_cannot_be_computed_are_refused_by_name() {
             of_e2b("vocab_size_per_layer_input", 500),
             "is 500; expected vocab_size (512)",
         ),
+        ("tiny-gemma3n", "altup_num_inputs", json!(2), "altup_num_inputs is 2; expected 4"),
+        ("tiny-gemma3n", "altup_active_idx", json!(1), "altup_active_idx is 1; expected 0"),
+        ("tiny-gemma3n", "altup_correct_scale", json!(false), "altup_correct_scale is false; only"),
+        ("tiny-gemma3n", "hidden_size_per_layer_input", json!(18), "is 18; expected a multiple of 4"),
+        (
+            "tiny-gemma3n",
+            "activation_sparsity_pattern",
+            json!([0.95]),
+            "has 1 entries; expected num_hidden_layers (10)",
+        ),
+        ("tiny-gemma3n", "intermediate_size", json!([128, 64]), "has 2 entries; expected num_hidden_layers"),
         ("tiny-gemma4-31b", "num_kv_shared_layers", json!(8), "is 8; expected at most 7 layers"),
         (
             "tiny-gemma4-31b",
@@ -528,6 +540,63 @@ fn the_last_layers_of_e_sizes_use_the_keys_and_values_of_others() {
     }
 }
 
+/// Four streams of the published sizes, of which both have one table with an embedding for each layer.
+#[test]
+fn the_published_sizes_with_streams_have_the_published_layers() {
+    for (name, layers, width) in [("gemma-3n-e2b", 30, 8192), ("gemma-3n-e4b", 35, 16_384)] {
+        let spec = arch::shape(name).unwrap().spec();
+        assert_eq!(spec.layers.len(), layers);
+        for (i, (layer, tensors)) in spec.layers.iter().zip(&spec.tensors.layers).enumerate() {
+            assert_eq!(layer.window, (i % 5 != 4).then_some(512), "{name}: layer {i}");
+            let source = if layer.window.is_some() { 18 } else { 19 };
+            assert_eq!(layer.kv_source, (i >= 20).then_some(source), "{name}: layer {i}");
+            assert_eq!(layer.intermediate_size, width);
+            // 95 % of normally distributed numbers are below.
+            assert_eq!(layer.gate_cutoff, (i < 10).then_some(1.644_853_6), "{name}: layer {i}");
+            assert_eq!(tensors.kept.linear_left.as_ref().map(|left| &left.shape[..]), Some(&[64, 2048][..]));
+        }
+        let per_layer = spec.tensors.per_layer.as_ref().expect("per-layer embeddings");
+        assert_eq!(per_layer.embed_tokens_per_layer.shape, [262_144, 256 * layers]);
+        let streams = spec.tensors.streams.as_ref().expect("residual streams");
+        assert_eq!(streams.iter().map(|matrix| matrix.elements()).sum::<u64>(), 6 * 2048 * 2048);
+    }
+}
+
+/// Ids of images and sounds have no per-layer embeddings of their own. They have those of the first id.
+#[test]
+fn ids_beyond_the_per_layer_embeddings_have_those_of_the_first_id() {
+    const ROWS: usize = 100;
+    const TABLE: &str = "model.embed_tokens_per_layer.weight";
+    let bytes = std::fs::read(folder("tiny-gemma3n").join("model.safetensors")).unwrap();
+    let file = safetensors::SafeTensors::deserialize(&bytes).unwrap();
+    let table = file.tensor(TABLE).unwrap();
+    let row = table.data().len() / table.shape()[0];
+    // A table with fewer rows, and one with the first row in place of the others.
+    let short = table.data()[..ROWS * row].to_vec();
+    let repeated = [short.clone(), table.data()[..row].repeat(table.shape()[0] - ROWS)].concat();
+    let tokens = Goldens::open(&folder("tiny-gemma3n")).tokens("tokens.long");
+    assert!(tokens.iter().any(|id| *id as usize >= ROWS), "{tokens:?}");
+    let logits = [(short, ROWS), (repeated, table.shape()[0])].map(|(data, rows)| {
+        let mut config = config("tiny-gemma3n", "config.json");
+        config["vocab_size_per_layer_input"] = json!(rows);
+        let changed = with_config("tiny-gemma3n", &config);
+        let view = |name: &str, view: safetensors::tensor::TensorView<'_>| {
+            let (shape, data) = match name {
+                TABLE => (vec![rows, view.shape()[1]], data.clone()),
+                _ => (view.shape().to_vec(), view.data().to_vec()),
+            };
+            (name.to_owned(), view.dtype(), shape, data)
+        };
+        let tensors: Vec<_> = file.tensors().into_iter().map(|(name, of)| view(&name, of)).collect();
+        let views = tensors.iter().map(|(name, dtype, shape, data)| {
+            (name, safetensors::tensor::TensorView::new(*dtype, shape.clone(), data).unwrap())
+        });
+        safetensors::serialize_to_file(views, None, &changed.path().join("model.safetensors")).unwrap();
+        all_logits(&mut load(changed.path(), &LoadOptions::default()), &tokens)
+    });
+    assert!(logits[0] == logits[1]);
+}
+
 /// A picture for a model that cannot compute images is refused, and the reason is said when the model is loaded.
 #[test]
 fn an_e_size_reads_texts_and_not_images() {
@@ -564,7 +633,7 @@ fn the_published_shapes_have_the_published_numbers_of_parameters() {
 }
 
 /// The answer stays as it is with a draft model that is the same, another of its family, or of another family, whose
-/// vocabulary is smaller. Only one of the two may have per-layer embeddings.
+/// vocabulary is smaller. Only one of the two may have per-layer embeddings, or several residual streams.
 #[test]
 fn a_model_of_any_family_can_be_the_draft() {
     use unicorn::model::draft::{self, Drafted};
@@ -575,6 +644,8 @@ fn a_model_of_any_family_can_be_the_draft() {
         ("tiny-qwen3", "tiny-llama-tied"),
         ("tiny-gemma4-26b", "tiny-gemma4-e2b"),
         ("tiny-gemma4-e2b", "tiny-gemma4-e2b"),
+        ("tiny-gemma3n", "tiny-gemma3n"),
+        ("tiny-gemma4-e2b", "tiny-gemma3n"),
     ] {
         let files = open_files(&folder(of)).unwrap();
         let tokens = Goldens::open(&folder(of)).tokens("tokens.mid");

@@ -794,12 +794,14 @@ fn auto_takes_int8_where_a_step_reads_a_tenth_as_many_keys_and_values_as_weights
         let why = chosen.why.expect("it was chosen");
         assert!(why.contains(percent), "{context} tokens, {sequences} sequences: {why}");
     }
-    // With the default limits, every published model is beyond the bound, also in bf16.
+    // With the default limits, every published model but one is beyond the bound, also in bf16: of that one, four layers
+    // keep 32,768 positions, and a step reads 8 GB of weights.
     for shape in arch::shapes() {
         let spec = shape.spec();
         let schemes = Schemes::uniform(&spec, Scheme::Bf16, Scheme::Bf16, Scheme::Bf16);
         let chosen = ChosenKv::auto(&spec, &schemes, spec.max_position_embeddings, 16);
-        assert_eq!(chosen.dtype, KvDtype::Int8, "{}: {chosen}", shape.name);
+        let expected = if shape.name == "gemma-3n-e4b" { KvDtype::F16 } else { KvDtype::Int8 };
+        assert_eq!(chosen.dtype, expected, "{}: {chosen}", shape.name);
     }
 }
 

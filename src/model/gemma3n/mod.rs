@@ -21,8 +21,8 @@ pub(super) static ARCH: Arch = Arch {
     measured: "gemma-3n-e2b,gemma-3n-e4b",
     hub_example: "google/gemma-3n-E4B-it",
     short_names: &[
-        ("gemma3n:e2b", "bartowski/google_gemma-3n-E2B-it-GGUF:Q4_K_M"),
-        ("gemma3n:e4b", "bartowski/google_gemma-3n-E4B-it-GGUF:Q4_K_M"),
+        ("gemma3n:e2b", "unsloth/gemma-3n-E2B-it-GGUF:Q4_K_M"),
+        ("gemma3n:e4b", "unsloth/gemma-3n-E4B-it-GGUF:Q4_K_M"),
     ],
     shapes: &SHAPES,
 };
