@@ -126,7 +126,8 @@ fn bounds(name: &str) -> (u64, u64) {
         ("attention", _) if shader.contains("_in_tiles_") => (4, 256),
         // A team of a tile has eight query heads, whose values take 64 registers.
         ("attention", tile) if tile.ends_with("x8") => (8, 128),
-        ("attention", "4x256x4") => (10, 96),
+        // A team of single tokens has four query heads.
+        ("attention", "4x256x4" | "4x512x4") => (10, 96),
         // The values of sixteen query heads take 128 registers, and the products with their keys as many.
         ("attention", "16x512x16") => (4, 256),
         // Keys and values in f32 are four times as wide as in int8.
