@@ -611,6 +611,23 @@ fn an_e_size_reads_texts_and_not_images() {
     assert!(model.limits().images.is_none());
 }
 
+/// The config of a published multimodal checkpoint has the language model's fields in `text_config`.
+#[test]
+fn a_model_with_streams_reads_texts_of_a_multimodal_config_and_not_images() {
+    let text = config("tiny-gemma3n", "config.json");
+    let alone = arch::read(&text, "config.json").unwrap();
+    let both = json!({
+        "model_type": "gemma3n",
+        "text_config": text,
+        "vision_config": {"architecture": "mobilenetv5_300m_enc", "model_type": "gemma3n_vision"},
+        "audio_config": {"model_type": "gemma3n_audio"},
+    });
+    let both = arch::read(&both, "config.json").unwrap();
+    assert_eq!((&both.layers, &both.tensors, &both.ropes), (&alone.layers, &alone.tensors, &alone.ropes));
+    let why = both.vision.expect_err("a tower that is not computed");
+    assert!(why.contains("images cannot be computed by models with per-layer embeddings"), "{why}");
+}
+
 /// A published count includes every weight and norm once.
 #[test]
 fn the_published_shapes_have_the_published_numbers_of_parameters() {
