@@ -12,8 +12,8 @@ use super::tensors::{InputGroup, KeptMatrices, Norms, Projections};
 use super::{Batch, BlockCopy, ImageSpan};
 use crate::gpu::{Buffer, Recorder};
 use crate::kernels::{
-    Activations, ExpertMatrices, KvCache, Matrix, Operand, PairActivations, Router, Routing, RowsOf,
-    SampleRequest, StepArrays,
+    Activations, ExpertMatrices, KvCache, Matrix, Operand, PairActivations, Quantized, Router, Routing,
+    RowsOf, SampleRequest, StepArrays,
 };
 
 /// The most rows of a dispatch with a workgroup for each: the least limit of devices is 65,535.
@@ -49,9 +49,10 @@ impl ModelRunner {
         let (Some(per_layer), Some(scratch)) = (&self.per_layer, &self.scratch.per_layer) else { return };
         let DevicePerLayer { embedding, projection, norm, inputs } = per_layer;
         let (kernels, PerLayerScratch { inputs: all, products, .. }) = (&self.kernels, scratch);
+        let Scratch { hidden, normed_blocks, .. } = &self.scratch;
         recorder.label("per-layer embed");
         kernels.embed(recorder, embedding, ids, &self.sampled, all, tokens);
-        let input = self.quantized_input(recorder, projection, &self.scratch.hidden, &self.scratch, tokens);
+        let input = self.quantized_input(recorder, projection, hidden, normed_blocks, tokens);
         recorder.label("per-layer model projection");
         kernels.matmul(recorder, &[(projection, products)], &input, tokens);
         // Each layer's part of a token's embeddings is a row.
@@ -65,19 +66,19 @@ impl ModelRunner {
         }
     }
 
-    /// Activations in the width of the residual stream as the input of a matrix.
+    /// Activations as the input of a matrix. `blocks` are for their int8 form.
     pub(super) fn quantized_input(
         &self,
         recorder: &mut Recorder<'_>,
         matrix: &Matrix,
         x: &Activations,
-        Scratch { normed_blocks, .. }: &Scratch,
+        blocks: &Quantized,
         tokens: usize,
     ) -> Operand {
-        let input = Operand::new(self.kernels.wants([matrix]), x, normed_blocks);
+        let input = Operand::new(self.kernels.wants([matrix]), x, blocks);
         if input.blocks.is_some() {
             recorder.label("quantize");
-            self.kernels.quantize(recorder, x, normed_blocks, tokens);
+            self.kernels.quantize(recorder, x, blocks, tokens);
         }
         input
     }
@@ -386,7 +387,7 @@ impl ModelRunner {
             Some(altup) => self.record_correction(recorder, altup, scratch, tokens),
             None => hidden,
         };
-        let input = self.quantized_input(recorder, gate, stream, scratch, tokens);
+        let input = self.quantized_input(recorder, gate, stream, &scratch.normed_blocks, tokens);
         recorder.label("per-layer gate");
         kernels.matmul(recorder, &[(gate, gated)], &input, tokens);
         let input = Operand::new(kernels.wants([projection]), gated, gated_blocks);

@@ -8,7 +8,7 @@ use super::layers::{DeviceLayer, Scratch, StreamScratch};
 use super::model_runner::ModelRunner;
 use super::tensors::{KeptMatrices, StreamProjections};
 use crate::gpu::Recorder;
-use crate::kernels::{Activations, AltUp, Operand};
+use crate::kernels::{Activations, AltUp, Matrix, Operand, STREAMS};
 
 /// The factor of the residual stream after attention and the learned residual were added to it.
 pub(super) const ATTENTION_SCALE: f32 = std::f32::consts::FRAC_1_SQRT_2;
@@ -23,32 +23,46 @@ impl ModelRunner {
     /// Makes the other streams from the embeddings in the first one.
     pub(super) fn record_spread(&self, recorder: &mut Recorder<'_>, tokens: usize) {
         let Some(StreamProjections { altup_projections, .. }) = &self.streams else { return };
-        let (kernels, scratch) = (&self.kernels, &self.scratch);
-        let streams = scratch.of_streams();
-        for (matrix, stream) in altup_projections.iter().zip(&streams.others) {
-            let input = self.quantized_input(recorder, matrix, &scratch.hidden, scratch, tokens);
-            recorder.label("stream projection");
-            kernels.matmul(recorder, &[(matrix, stream)], &input, tokens);
-        }
+        let Scratch { hidden, .. } = &self.scratch;
+        let streams = self.scratch.of_streams();
+        self.record_stream_products(
+            recorder,
+            altup_projections,
+            [hidden; STREAMS - 1],
+            streams.others.each_ref(),
+            tokens,
+        );
         recorder.label("streams");
-        kernels.streams().spread(recorder, streams.all(&scratch.hidden), tokens);
+        self.kernels.streams().spread(recorder, streams.all(hidden), tokens);
     }
 
     /// Brings all streams together in the first one, after the last layer.
     pub(super) fn record_merge(&self, recorder: &mut Recorder<'_>, tokens: usize) {
         let Some(StreamProjections { altup_unembed_projections, .. }) = &self.streams else { return };
-        let (kernels, scratch) = (&self.kernels, &self.scratch);
-        let StreamScratch { others, predicted, .. } = scratch.of_streams();
+        let Scratch { hidden, normed, delta, .. } = &self.scratch;
+        let StreamScratch { others, predicted, .. } = self.scratch.of_streams();
         // These are not in use after the last layer.
-        let products = [&scratch.delta, &scratch.normed, predicted];
-        for ((matrix, stream), product) in altup_unembed_projections.iter().zip(others).zip(products) {
-            let input = self.quantized_input(recorder, matrix, stream, scratch, tokens);
-            recorder.label("stream projection");
-            kernels.matmul(recorder, &[(matrix, product)], &input, tokens);
-        }
+        let products = [delta, normed, predicted];
+        self.record_stream_products(recorder, altup_unembed_projections, others.each_ref(), products, tokens);
         let [second, third, fourth] = products;
         recorder.label("streams");
-        kernels.streams().merge(recorder, [&scratch.hidden, second, third, fourth], tokens);
+        self.kernels.streams().merge(recorder, [hidden, second, third, fourth], tokens);
+    }
+
+    /// The products of the matrices of the other streams with an input each.
+    fn record_stream_products(
+        &self,
+        recorder: &mut Recorder<'_>,
+        matrices: &[Matrix; STREAMS - 1],
+        inputs: [&Activations; STREAMS - 1],
+        products: [&Activations; STREAMS - 1],
+        tokens: usize,
+    ) {
+        for ((matrix, input), product) in matrices.iter().zip(inputs).zip(products) {
+            let input = self.quantized_input(recorder, matrix, input, &self.scratch.normed_blocks, tokens);
+            recorder.label("stream projection");
+            self.kernels.matmul(recorder, &[(matrix, product)], &input, tokens);
+        }
     }
 
     /// Predicts the streams after a layer, and norms the first one as the input of attention.
@@ -83,10 +97,8 @@ impl ModelRunner {
         let StreamScratch { predicted, laurel, laurel_blocks, .. } = scratch.of_streams();
         recorder.label("laurel");
         kernels.matmul(recorder, &[(left, laurel)], normed, tokens);
-        let input = Operand::new(kernels.wants([right]), laurel, laurel_blocks);
-        if input.blocks.is_some() {
-            kernels.quantize(recorder, laurel, laurel_blocks, tokens);
-        }
+        let input = self.quantized_input(recorder, right, laurel, laurel_blocks, tokens);
+        recorder.label("laurel");
         kernels.matmul(recorder, &[(right, delta)], &input, tokens);
         // The input of attention is the norm of `predicted`.
         let own = Some(&layer.norms.input_layernorm);

@@ -145,13 +145,9 @@ impl Twin<'_> {
         let normed = self.normed(hidden, &norms.input_layernorm)?;
         add(hidden, &self.attended(layer, (index, spec), cache, &normed)?);
         let normed = self.normed(hidden, &norms.pre_feedforward_layernorm)?;
-        let mut result = match [&projections.gate_proj, &projections.up_proj, &projections.down_proj] {
-            [Some(gate_proj), Some(up_proj), Some(down_proj)] => {
-                let gate = self.product(gate_proj, &normed)?;
-                let up = self.product(up_proj, &normed)?;
-                self.product(down_proj, &self.gated(gate, &up))?
-            }
-            _ => vec![vec![0.0; self.config.hidden_size]; hidden.len()],
+        let mut result = match self.dense_network(projections, spec, &normed)? {
+            Some(result) => result,
+            None => vec![vec![0.0; self.config.hidden_size]; hidden.len()],
         };
         if let Some(mixture) = self.config.mixture.filter(|_| layer.router.proj.is_some()) {
             result = self.post_normed(result, norms.post_feedforward_layernorm_1.as_ref())?;
@@ -214,14 +210,7 @@ impl Twin<'_> {
         hidden.iter_mut().flatten().for_each(|x| *x *= std::f64::consts::FRAC_1_SQRT_2);
 
         let normed = self.normed(hidden, &norms.pre_feedforward_layernorm)?;
-        let mlp = [&projections.gate_proj, &projections.up_proj, &projections.down_proj];
-        let [gate_proj, up_proj, down_proj] = mlp.map(|matrix| matrix.as_ref().expect(wanted));
-        let mut gate = self.product(gate_proj, &normed)?;
-        if let Some(deviations) = spec.gate_cutoff {
-            gate.iter_mut().for_each(|row| cut_off(row, deviations.into()));
-        }
-        let up = self.product(up_proj, &normed)?;
-        let result = self.product(down_proj, &self.gated(gate, &up))?;
+        let result = self.dense_network(projections, spec, &normed)?.expect(wanted);
         add(hidden, &self.post_normed(result, norms.post_feedforward_layernorm.as_ref())?);
 
         let correction = coefficients(&altup.correction_coefs)?;
@@ -244,6 +233,25 @@ impl Twin<'_> {
         let result = self.per_layer_input(layer, index, per_layer, &first)?.expect(wanted);
         streams.iter_mut().for_each(|stream| add(stream, &result));
         Ok(())
+    }
+
+    /// The result of the dense feed-forward network; `None` in a layer without one.
+    fn dense_network(
+        &self,
+        projections: &Projections<Tensor<'_>>,
+        spec: &LayerSpec,
+        normed: &[Vec<f64>],
+    ) -> Result<Option<Vec<Vec<f64>>>, CheckpointError> {
+        let Projections { gate_proj: Some(gate), up_proj: Some(up), down_proj: Some(down), .. } = projections
+        else {
+            return Ok(None);
+        };
+        let mut gate = self.product(gate, normed)?;
+        if let Some(deviations) = spec.gate_cutoff {
+            gate.iter_mut().for_each(|row| cut_off(row, deviations.into()));
+        }
+        let up = self.product(up, normed)?;
+        self.product(down, &self.gated(gate, &up)).map(Some)
     }
 
     /// The numbers by which coefficients of a layer's update of the streams are weighed, of each row of the first stream.

@@ -45,11 +45,12 @@ fn predictions_and_corrections_of_streams_match_their_twins() {
                 own.correct(r, &altup, corrected.each_ref(), &base, &first, rows);
             });
             let what = format!("{rows} x {width}");
+            let of = |coefficients| reference::AltUp { norm: &norm, router: &router, coefficients, eps: EPS };
             for row in 0..rows {
                 let x = row_of(&streams, row, width);
                 let before: Vec<f64> = before[row * width..][..width].iter().map(|x| f64::from(*x)).collect();
-                let by_hand = reference::altup_predict(&x, &norm, &router, &prediction, EPS);
-                let after = reference::altup_correct(&x, &before, &norm, &router, &correction, EPS);
+                let by_hand = of(&prediction).predict(&x);
+                let after = of(&correction).correct(&x, &before);
                 for i in 0..4 {
                     for (got, expected, pass) in
                         [(&predicted[i], &by_hand[i], "prediction"), (&corrected[i], &after[i], "correction")]

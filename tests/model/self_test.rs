@@ -131,12 +131,14 @@ fn streams(all: &mut BTreeMap<String, Set>) {
         (0..WIDTH).map(|col| inputs::stream(i, row, col).into()).collect()
     };
     let (norm, scale) = (inputs::norm_weights(false), inputs::norm_weights(true));
-    let (router, coefficients, eps) = (inputs::router(), inputs::coefficients(64), inputs::EPS.into());
+    let (router, coefficients) = (inputs::router(), inputs::coefficients(64));
+    let eps = inputs::EPS.into();
+    let altup = reference::AltUp { norm: &norm, router: &router, coefficients: &coefficients, eps };
     let mut results: BTreeMap<String, Vec<Vec<f64>>> = BTreeMap::new();
     for row in 0..NORM_ROWS {
         let x: [Vec<f64>; 4] = std::array::from_fn(|i| row_of(i, row));
-        let predicted = reference::altup_predict(&x, &norm, &router, &coefficients, eps);
-        let corrected = reference::altup_correct(&x, &x[1], &norm, &router, &coefficients, eps);
+        let predicted = altup.predict(&x);
+        let corrected = altup.correct(&x, &x[1]);
         let scaled = corrected[0].iter().zip(&scale).map(|(x, scale)| x * f64::from(*scale)).collect();
         let mut add = |name: String, values: Vec<f64>| results.entry(name).or_default().push(values);
         add("altup_correct scaled".into(), scaled);

@@ -123,50 +123,47 @@ pub fn rms_norm(x: &[f64], weight: &[f32], eps: f64) -> Vec<f64> {
     x.iter().zip(weight).map(|(v, w)| v * factor * f64::from(*w)).collect()
 }
 
-/// The numbers that weigh the coefficients of AltUp, of a row of the first stream. `router` is `[4, x.len()]`.
-fn altup_numbers(x: &[f64], norm: &[f32], router: &[f32], eps: f64) -> Vec<f64> {
-    let normed = rms_norm(x, norm, eps);
-    let dot = |weights: &[f32]| normed.iter().zip(weights).map(|(x, w)| x * f64::from(*w)).sum::<f64>();
-    router.chunks_exact(x.len()).map(|weights| (dot(weights) / x.len() as f64).tanh()).collect()
+/// How AltUp updates a row of four streams. `router` is `[4, width]`.
+pub struct AltUp<'a> {
+    pub norm: &'a [f32],
+    pub router: &'a [f32],
+    pub coefficients: &'a [f32],
+    pub eps: f64,
 }
 
-/// The product of a row of coefficients with AltUp's numbers.
-fn altup_factor(coefficients: &[f32], row: usize, numbers: &[f64]) -> f64 {
-    coefficients[4 * row..][..4].iter().zip(numbers).map(|(c, n)| f64::from(*c) * n).sum()
-}
+impl AltUp<'_> {
+    /// The numbers that weigh the coefficients, of a row of the first stream.
+    fn numbers(&self, x: &[f64]) -> Vec<f64> {
+        let normed = rms_norm(x, self.norm, self.eps);
+        let dot = |weights: &[f32]| normed.iter().zip(weights).map(|(x, w)| x * f64::from(*w)).sum::<f64>();
+        self.router.chunks_exact(x.len()).map(|weights| (dot(weights) / x.len() as f64).tanh()).collect()
+    }
 
-/// AltUp's prediction of a row of four streams.
-pub fn altup_predict(
-    streams: &[Vec<f64>; 4],
-    norm: &[f32],
-    router: &[f32],
-    coefficients: &[f32],
-    eps: f64,
-) -> [Vec<f64>; 4] {
-    let numbers = altup_numbers(&streams[0], norm, router, eps);
-    std::array::from_fn(|i| {
-        let factors = [0, 1, 2, 3].map(|j| altup_factor(coefficients, 4 * i + j, &numbers));
-        let sum = |at: usize| (0..4).map(|j| factors[j] * streams[j][at]).sum::<f64>();
-        (0..streams[i].len()).map(|at| streams[i][at] + sum(at)).collect()
-    })
-}
+    /// The product of a row of coefficients with the numbers.
+    fn factor(&self, row: usize, numbers: &[f64]) -> f64 {
+        self.coefficients[4 * row..][..4].iter().zip(numbers).map(|(c, n)| f64::from(*c) * n).sum()
+    }
 
-/// AltUp's correction of a row of four streams, where `predicted` is the prediction of the first one.
-pub fn altup_correct(
-    streams: &[Vec<f64>; 4],
-    predicted: &[f64],
-    norm: &[f32],
-    router: &[f32],
-    coefficients: &[f32],
-    eps: f64,
-) -> [Vec<f64>; 4] {
-    let numbers = altup_numbers(&streams[0], norm, router, eps);
-    std::array::from_fn(|i| {
-        let factor = 1.0 + altup_factor(coefficients, i, &numbers);
-        let before = if i == 0 { predicted } else { &streams[i] };
-        let change = |at: usize| streams[0][at] - predicted[at];
-        (0..before.len()).map(|at| before[at] + change(at) * factor).collect()
-    })
+    /// The prediction of all streams.
+    pub fn predict(&self, streams: &[Vec<f64>; 4]) -> [Vec<f64>; 4] {
+        let numbers = self.numbers(&streams[0]);
+        std::array::from_fn(|i| {
+            let factors = [0, 1, 2, 3].map(|j| self.factor(4 * i + j, &numbers));
+            let sum = |at: usize| (0..4).map(|j| factors[j] * streams[j][at]).sum::<f64>();
+            (0..streams[i].len()).map(|at| streams[i][at] + sum(at)).collect()
+        })
+    }
+
+    /// The correction of all streams, where `predicted` is the prediction of the first one.
+    pub fn correct(&self, streams: &[Vec<f64>; 4], predicted: &[f64]) -> [Vec<f64>; 4] {
+        let numbers = self.numbers(&streams[0]);
+        std::array::from_fn(|i| {
+            let factor = 1.0 + self.factor(i, &numbers);
+            let before = if i == 0 { predicted } else { &streams[i] };
+            let change = |at: usize| streams[0][at] - predicted[at];
+            (0..before.len()).map(|at| before[at] + change(at) * factor).collect()
+        })
+    }
 }
 
 /// A row with the root mean square of another one.

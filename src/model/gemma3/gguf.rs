@@ -21,26 +21,28 @@ pub(super) static GGUF: GgufArch = GgufArch {
     layer_tensor: |name, what| NAMES.of_gguf(name, what),
     interleaved: &[],
     towers: mmproj::TOWERS,
-    tokens: GgufTokens {
-        bos: Some(2),
-        eos: 1,
-        pad: 0,
-        own_model: None,
-        add_space_prefix: false,
-        end: &["<eos>", "<end_of_turn>"],
-        // Google's QAT files list some of them as normal pieces.
-        control: &[
-            "<pad>",
-            "<eos>",
-            "<bos>",
-            "<unk>",
-            "<start_of_turn>",
-            "<end_of_turn>",
-            "<start_of_image>",
-            "<end_of_image>",
-            "<image_soft_token>",
-        ],
-    },
+    tokens: TOKENS,
+};
+
+pub(in crate::model) const TOKENS: GgufTokens = GgufTokens {
+    bos: Some(2),
+    eos: 1,
+    pad: 0,
+    own_model: None,
+    add_space_prefix: false,
+    end: &["<eos>", "<end_of_turn>"],
+    // Google's QAT files list some of them as normal pieces.
+    control: &[
+        "<pad>",
+        "<eos>",
+        "<bos>",
+        "<unk>",
+        "<start_of_turn>",
+        "<end_of_turn>",
+        "<start_of_image>",
+        "<end_of_image>",
+        "<image_soft_token>",
+    ],
 };
 
 /// Maximum period of the layer types.

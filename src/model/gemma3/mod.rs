@@ -12,6 +12,7 @@ mod tensors;
 
 pub use config::Config;
 pub(super) use config::{FULL, Rope, SLIDING};
+pub(super) use gguf::TOKENS;
 pub(super) use tensors::NAMES;
 
 use serde_json::Value;

@@ -10,6 +10,7 @@ use super::tensors::NAMES;
 use crate::checkpoint::gguf::{self, Geometry, GgufArch, GgufTensors, GgufTokens, HeaderError, Keys};
 use crate::kernels::STREAMS;
 use crate::model::config::LayerType;
+use crate::model::gemma3;
 
 pub(super) static GGUF: GgufArch = GgufArch {
     name: "gemma3n",
@@ -18,13 +19,8 @@ pub(super) static GGUF: GgufArch = GgufArch {
     interleaved: &[],
     towers: &[],
     tokens: GgufTokens {
-        bos: Some(2),
-        eos: 1,
-        pad: 0,
-        own_model: None,
-        add_space_prefix: false,
-        end: &["<eos>", "<end_of_turn>"],
         control: &["<pad>", "<eos>", "<bos>", "<unk>", "<start_of_turn>", "<end_of_turn>"],
+        ..gemma3::TOKENS
     },
 };
 
