@@ -7,6 +7,7 @@ use std::sync::LazyLock;
 
 use unicorn::checkpoint::{Checkpoint, ModelFiles};
 use unicorn::image::{self, Filter, ImageError, Limits, Rgb};
+use unicorn::kv_disk::{self, Address};
 use unicorn::model::arch;
 use unicorn::model::weights::Weights;
 use unicorn::npu::container::Container;
@@ -142,6 +143,25 @@ pub fn image_source(bytes: Vec<u8>) -> bool {
         Err(error) => {
             one_line(&error);
             false
+        }
+    }
+}
+
+/// The address and the bytes of the payload of the entry that [`kv_entry`] expects.
+pub const KV_ENTRY: ([u8; 32], usize) = ([7; 32], 3000);
+
+/// A file of a folder of conversations. Returns its payload, if it is the entry that was asked for.
+pub fn kv_entry(bytes: Vec<u8>) -> Option<Vec<u8>> {
+    let (address, length) = KV_ENTRY;
+    match kv_disk::decode(&bytes[..], &Address::new(address), length) {
+        Ok(payload) => {
+            assert_eq!(payload.len(), length);
+            assert!(bytes.ends_with(&payload), "the payload is the end of the file");
+            Some(payload)
+        }
+        Err(error) => {
+            one_line(&error);
+            None
         }
     }
 }

@@ -25,7 +25,7 @@
 //! | 3 | [`model`], [`device`] |
 //! | 2 | [`kernels`], [`quantize`] |
 //! | 1 | [`gpu`], [`checkpoint`], [`text`], [`hub`] |
-//! | 0 | [`tensor`], [`config`], [`file`], [`image`] |
+//! | 0 | [`tensor`], [`config`], [`file`], [`image`], [`kv_disk`] |
 //!
 //! Most of [`npu`] needs the feature `npu`, which is on by default.
 //!
@@ -45,6 +45,7 @@ pub mod file;
 pub mod gpu;
 pub mod checkpoint;
 pub mod text;
+pub mod kv_disk;
 pub mod hub;
 pub mod image;
 pub mod kernels;

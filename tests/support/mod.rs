@@ -26,6 +26,7 @@ pub mod hub;
 pub mod images;
 pub mod json;
 pub mod kernel_bench;
+pub mod kv_entries;
 pub mod legacy_files;
 pub mod lists;
 #[cfg(feature = "npu")]
