@@ -106,6 +106,7 @@ fn limits(vocab_size: usize) -> Limits {
         vocab_size,
         hidden_size: 640,
         step_bytes: Vec::new(),
+        block_bytes: Vec::new(),
         images: None,
     }
 }

@@ -12,7 +12,7 @@ use super::report::{DeviceReport, NpuReport};
 use crate::checkpoint::HeldNames;
 use crate::config::Courtesy;
 use crate::model::words;
-use crate::model::{Batch, DraftRequest, Limits, RunnerError, Sampled, Sampling};
+use crate::model::{Batch, DraftRequest, Limits, PoolBlock, RunnerError, Sampled, Sampling};
 
 /// The model to load. The files of `model` follow, then those of `draft`, then the socket of the second channel.
 #[derive(Serialize, Deserialize)]
@@ -56,8 +56,8 @@ pub(super) enum Question {
     Log(String),
 }
 
-/// The child answers [`Call::Wait`], [`Call::Draft`], [`Call::Probe`] and [`Call::EncodeImage`]. If another call fails, the
-/// failure is the answer to the next of these four.
+/// The child answers [`Call::Wait`], [`Call::Draft`], [`Call::Probe`], [`Call::EncodeImage`], [`Call::ReadBlocks`] and
+/// [`Call::WriteBlocks`]. If another call fails, the failure is the answer to the next of these six.
 #[derive(Serialize, Deserialize)]
 pub(super) enum Call<'a> {
     Submit(Cow<'a, Batch>, Cow<'a, Sampling>),
@@ -69,6 +69,8 @@ pub(super) enum Call<'a> {
     Probe,
     /// Encodes an image: the slot, the width and height, and the pixels.
     EncodeImage(u32, [usize; 2], Bytes<'a>),
+    ReadBlocks(Cow<'a, [PoolBlock]>),
+    WriteBlocks(Cow<'a, [PoolBlock]>, Bytes<'a>),
 }
 
 /// The facts about the child's runner, sent once.
@@ -80,12 +82,14 @@ pub(super) struct Ready {
 }
 
 #[derive(Serialize, Deserialize)]
-pub(super) enum Answer {
+pub(super) enum Answer<'a> {
     /// A step's results, and the attention path from then on.
     Sampled(Sampled, u32),
     Drafted(Vec<Vec<u32>>),
     Probed,
     Encoded,
+    Blocks(Bytes<'a>),
+    Written,
     Failed(RunnerError),
 }
 

@@ -10,7 +10,7 @@ use std::time::Duration;
 use super::message::{Answer, Bytes, Call, Ready, Words};
 use super::{Connection, ConnectionError};
 use crate::config::Courtesy;
-use crate::model::{Batch, DraftRequest, Limits, Runner, RunnerError, Sampled, Sampling, Ticket};
+use crate::model::{Batch, DraftRequest, Limits, PoolBlock, Runner, RunnerError, Sampled, Sampling, Ticket};
 
 /// A runner in a child process.
 pub struct DeviceProcess {
@@ -30,7 +30,7 @@ impl DeviceProcess {
         Ok(Self { connection, limits, has_draft, attention_path, next_ticket: 0, patience })
     }
 
-    fn answer(&mut self) -> Result<Answer, RunnerError> {
+    fn answer(&mut self) -> Result<Answer<'static>, RunnerError> {
         match self.connection.receive(self.patience)? {
             Answer::Failed(error) => {
                 self.connection.give_up();
@@ -105,6 +105,22 @@ impl Runner for DeviceProcess {
         self.call(&Call::EncodeImage(slot, size, Bytes(Borrowed(pixels))))?;
         match self.answer()? {
             Answer::Encoded => Ok(()),
+            _ => Err(self.unexpected()),
+        }
+    }
+
+    fn read_blocks(&mut self, blocks: &[PoolBlock]) -> Result<Vec<u8>, RunnerError> {
+        self.call(&Call::ReadBlocks(Borrowed(blocks)))?;
+        match self.answer()? {
+            Answer::Blocks(bytes) => Ok(bytes.0.into_owned()),
+            _ => Err(self.unexpected()),
+        }
+    }
+
+    fn write_blocks(&mut self, blocks: &[PoolBlock], bytes: &[u8]) -> Result<(), RunnerError> {
+        self.call(&Call::WriteBlocks(Borrowed(blocks), Bytes(Borrowed(bytes))))?;
+        match self.answer()? {
+            Answer::Written => Ok(()),
             _ => Err(self.unexpected()),
         }
     }

@@ -4,7 +4,7 @@ use std::io;
 use std::sync::Arc;
 
 use super::Channel;
-use super::message::{Answer, Call, Ready, Words};
+use super::message::{Answer, Bytes, Call, Ready, Words};
 use crate::model::{Runner, RunnerError};
 
 /// Executes steps until the parent ends, or until the runner fails. A failure is sent to the parent.
@@ -34,6 +34,12 @@ pub fn serve(mut channel: Channel, runner: &mut dyn Runner) -> io::Result<()> {
             Call::Draft(requests) => runner.draft(&requests).map(|tokens| Some(Answer::Drafted(tokens))),
             Call::EncodeImage(slot, size, pixels) => {
                 runner.encode_image(slot, size, &pixels.0).map(|()| Some(Answer::Encoded))
+            }
+            Call::ReadBlocks(blocks) => {
+                runner.read_blocks(&blocks).map(|bytes| Some(Answer::Blocks(Bytes(bytes.into()))))
+            }
+            Call::WriteBlocks(blocks, bytes) => {
+                runner.write_blocks(&blocks, &bytes.0).map(|()| Some(Answer::Written))
             }
             Call::Probe => runner.probe().map(|()| Some(Answer::Probed)),
         };

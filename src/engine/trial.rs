@@ -184,6 +184,7 @@ mod tests {
             vocab_size: 50,
             hidden_size: 8,
             step_bytes: Vec::new(),
+            block_bytes: Vec::new(),
             images: None,
         }
     }

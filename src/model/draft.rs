@@ -23,7 +23,8 @@ use super::load::{LoadError, LoadOptions, Progress, Source};
 use super::model_runner::{Loaded, ModelRunner, SelfTested};
 use super::spec::ModelSpec;
 use super::{
-    Batch, BatchSequence, DraftRequest, Draw, Input, Limits, Runner, RunnerError, Sampled, Sampling, Ticket,
+    Batch, BatchSequence, DraftRequest, Draw, Input, Limits, PoolBlock, Runner, RunnerError, Sampled,
+    Sampling, Ticket,
 };
 use crate::config::Courtesy;
 use crate::gpu::Device;
@@ -157,6 +158,31 @@ impl Runner for Drafted {
 
     fn attention_path(&self) -> u32 {
         self.model.attention_path()
+    }
+
+    /// Each block has the model's part, and then the draft model's.
+    fn read_blocks(&mut self, blocks: &[PoolBlock]) -> Result<Vec<u8>, RunnerError> {
+        let (of_model, of_draft) = (self.model.read_own_blocks(blocks)?, self.draft.read_own_blocks(blocks)?);
+        let (mut of_model, mut of_draft) = (&of_model[..], &of_draft[..]);
+        let mut bytes = Vec::with_capacity(of_model.len() + of_draft.len());
+        for block in blocks {
+            bytes.extend(of_model.split_off(..self.model.own_bytes(&[*block])).expect("the block's part"));
+            bytes.extend(of_draft.split_off(..self.draft.own_bytes(&[*block])).expect("the block's part"));
+        }
+        Ok(bytes)
+    }
+
+    fn write_blocks(&mut self, blocks: &[PoolBlock], mut bytes: &[u8]) -> Result<(), RunnerError> {
+        let (mut of_model, mut of_draft) = (Vec::new(), Vec::new());
+        for block in blocks {
+            let parts = [(&self.model, &mut of_model), (&self.draft, &mut of_draft)];
+            for (model, part) in parts {
+                part.extend(bytes.split_off(..model.own_bytes(&[*block])).expect("the block's part"));
+            }
+        }
+        assert!(bytes.is_empty(), "{} bytes after the blocks", bytes.len());
+        self.model.write_own_blocks(blocks, &of_model)?;
+        Ok(self.draft.write_own_blocks(blocks, &of_draft)?)
     }
 
     fn has_draft(&self) -> bool {

@@ -392,6 +392,7 @@ impl<'a> MemoryRequest<'a> {
             max_sequences: MAX_SEQUENCES,
             max_draws: LOGIT_ROWS,
             max_in_flight: MAX_IN_FLIGHT,
+            block_bytes: self.block_bytes(pools.len()),
             kv: KvLimits { block_size: self.block_size, pools },
             max_context: context,
             vocab_size: self.config.vocab_size,
@@ -721,6 +722,19 @@ impl<'a> MemoryRequest<'a> {
             let context = request.largest_context(machine, limits, sequences);
             (context > 0).then(|| (option.clone(), context))
         })
+    }
+
+    /// Bytes of a block of each pool in the layers of all models that have keys and values of their own.
+    fn block_bytes(&self, pools: usize) -> Vec<u64> {
+        let mut bytes = vec![0; pools];
+        for (_, config, _) in self.models() {
+            for (layer, pool) in config.layers.iter().zip(pools_of_layers(config, &self.config.kv_pools())) {
+                if layer.kv_source.is_none() {
+                    bytes[pool] += 2 * kv_block_bytes(&layer.heads, self.kv, self.block_size);
+                }
+            }
+        }
+        bytes
     }
 
     /// Bytes of KV cache per token of a sequence, in layers without a window.

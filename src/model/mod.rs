@@ -13,6 +13,7 @@ mod gemma3n;
 mod gemma4;
 pub mod heaps;
 pub mod model_runner;
+mod kv_blocks;
 mod layer_check;
 mod layers;
 mod llama;
@@ -44,7 +45,7 @@ pub(crate) use offload::longest_chunk;
 pub(crate) use runner::words;
 pub use runner::{
     Batch, BatchSequence, BlockCopy, BlockList, DraftRequest, Draw, HistoryCopy, ImageBudget, ImageLimits,
-    ImageSizes, ImageSpan, Input, KvLimits, KvPool, Limits, Logprobs, MAX_BIASES, MAX_LOGPROBS, Pooling,
-    Runner, RunnerError, RunnerFactory, Sampled, Sampling, Ticket, first_seen,
+    ImageSizes, ImageSpan, Input, KvLimits, KvPool, Limits, Logprobs, MAX_BIASES, MAX_LOGPROBS, PoolBlock,
+    Pooling, Runner, RunnerError, RunnerFactory, Sampled, Sampling, Ticket, first_seen,
 };
 pub use sampling::{SamplingOptions, SamplingParams};

@@ -21,7 +21,7 @@ use super::step::{self, Frame, PoolRequest, StepOutputs};
 use super::submits::{self, LayerWork, SEGMENT_LAYERS, SharedWork, StepPart, Submit};
 use super::tensors::{Layer, TensorSpec};
 use super::vision::Tower;
-use super::{Batch, BatchSequence, Limits, Runner, RunnerError, Sampled, Sampling, Ticket};
+use super::{Batch, BatchSequence, Limits, PoolBlock, Runner, RunnerError, Sampled, Sampling, Ticket};
 use crate::checkpoint::LayerValues;
 use crate::config::Courtesy;
 use crate::gpu::placement::Placement;
@@ -96,7 +96,7 @@ pub struct ModelRunner {
     /// The id last sampled in each slot, u32.
     pub(super) sampled: Buffer,
     pub(super) history: History,
-    /// Host-visible copy of the logits, for `eval`.
+    /// Host-visible copy of the logits, for `eval`. KV blocks are copied through it, too.
     pub(super) logits_readback: Buffer,
     pub(super) self_test: SelfTest,
     pub(super) layer_values: Result<Arc<LayerValues>, NotCompared>,
@@ -577,6 +577,14 @@ impl Runner for ModelRunner {
     fn encode_image(&mut self, slot: u32, size: [usize; 2], pixels: &[u8]) -> Result<(), RunnerError> {
         let tower = self.vision.as_mut().expect("an image for a model that takes some");
         Ok(tower.encode(slot, size, pixels)?)
+    }
+
+    fn read_blocks(&mut self, blocks: &[PoolBlock]) -> Result<Vec<u8>, RunnerError> {
+        Ok(self.read_own_blocks(blocks)?)
+    }
+
+    fn write_blocks(&mut self, blocks: &[PoolBlock], bytes: &[u8]) -> Result<(), RunnerError> {
+        Ok(self.write_own_blocks(blocks, bytes)?)
     }
 
     fn probe(&mut self) -> Result<(), RunnerError> {

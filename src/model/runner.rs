@@ -64,6 +64,9 @@ pub struct Limits {
     /// The most steps that are submitted and not yet waited for.
     pub max_in_flight: usize,
     pub kv: KvLimits,
+    /// Bytes of a block of each pool in all layers together, a draft model's included. Empty if the runner does not read
+    /// and write blocks ([`Runner::read_blocks`]).
+    pub block_bytes: Vec<u64>,
     /// The longest sequence, prompt and answer together: the model's maximum, or less if the KV pools hold less.
     pub max_context: usize,
     /// Number of ids: ids in prompts and sampled ids are `0..vocab_size`.
@@ -179,6 +182,14 @@ pub struct BlockCopy {
     pub pool: usize,
     pub from: u32,
     pub to: u32,
+}
+
+/// A KV block.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct PoolBlock {
+    /// Index in [`KvLimits::pools`].
+    pub pool: usize,
+    pub block: u32,
 }
 
 /// The tokens of one sequence in one step.
@@ -462,6 +473,19 @@ pub trait Runner: Send {
         _pixels: &[u8],
     ) -> Result<(), RunnerError> {
         panic!("an image of {width} * {height} pixels for slot {slot} of a model that takes none")
+    }
+
+    /// The contents of blocks, one after the other, each of as many bytes as [`Limits::block_bytes`] says. Another runner
+    /// of the same model on the same device and driver may write them to its blocks. Waits for all steps that were
+    /// submitted before; bounded in time.
+    fn read_blocks(&mut self, blocks: &[PoolBlock]) -> Result<Vec<u8>, RunnerError> {
+        panic!("this runner does not read blocks: {blocks:?}")
+    }
+
+    /// Writes the contents of blocks, as [`Runner::read_blocks`] returned them. No step that was submitted before may use
+    /// the blocks. Blocks until they are written; bounded in time. Panics if `bytes` are more or fewer than the blocks have.
+    fn write_blocks(&mut self, blocks: &[PoolBlock], _bytes: &[u8]) -> Result<(), RunnerError> {
+        panic!("this runner does not write blocks: {blocks:?}")
     }
 
     /// Whether there is a draft model, which drafts what this model will draw.

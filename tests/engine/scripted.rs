@@ -1442,6 +1442,7 @@ fn random_limits(rng: &mut ChaCha8Rng) -> Limits {
         vocab_size: 512,
         hidden_size: 3,
         step_bytes: Vec::new(),
+        block_bytes: Vec::new(),
         images: rng.random_bool(0.7).then(|| {
             let tokens = rng.random_range(1..=max_batch_tokens.min(12));
             let slots = rng.random_range(1..4);

@@ -17,8 +17,8 @@ use unicorn::config::Courtesy;
 use unicorn::engine::PromptImage;
 use unicorn::model::offload::LEAST_TOKENS;
 use unicorn::model::{
-    Batch, BatchSequence, BlockCopy, DraftRequest, Draw, Input, KvLimits, KvPool, Limits, Logprobs, Runner,
-    RunnerError, RunnerFactory, Sampled, Sampling, Ticket, first_seen,
+    Batch, BatchSequence, BlockCopy, DraftRequest, Draw, Input, KvLimits, KvPool, Limits, Logprobs,
+    PoolBlock, Runner, RunnerError, RunnerFactory, Sampled, Sampling, Ticket, first_seen,
 };
 
 /// A test that waits for this long counts as hanging. Software Vulkan compiles kernels within a request, and on a busy
@@ -36,6 +36,7 @@ pub fn fake_limits() -> Limits {
         vocab_size: 512,
         hidden_size: 3,
         step_bytes: Vec::new(),
+        block_bytes: Vec::new(),
         images: None,
     }
 }
@@ -232,6 +233,37 @@ impl Cache {
     }
 }
 
+/// Bytes of a place when blocks are read and written.
+const PLACE_BYTES: usize = 40;
+
+/// The bytes of a place. They are all zero if the place is empty.
+fn place_bytes(place: &Place) -> [u8; PLACE_BYTES] {
+    let words = place.map_or([0; 5], |(token, hash)| {
+        let (image, row) = token.image.unwrap_or((Encoded { embeddings: 0, tokens: 0 }, 0));
+        let kind = 1 + u64::from(token.image.is_some());
+        [kind << 32 | u64::from(token.id), image.embeddings, image.tokens as u64, row as u64, hash]
+    });
+    let mut bytes = [0; PLACE_BYTES];
+    bytes.copy_from_slice(&words.map(u64::to_ne_bytes).concat());
+    bytes
+}
+
+/// The place that has these bytes.
+fn place_of(bytes: [u8; PLACE_BYTES]) -> Place {
+    let [id, embeddings, tokens, row, hash] =
+        std::array::from_fn(|i| u64::from_ne_bytes(bytes[8 * i..8 * i + 8].try_into().expect("8 bytes")));
+    let image = (Encoded { embeddings, tokens: tokens as usize }, row as usize);
+    let image = (id >> 32 == 2).then_some(image);
+    (id >> 32 > 0).then_some((Token { id: id as u32, image }, hash))
+}
+
+impl Cache {
+    fn places(&mut self, PoolBlock { pool, block }: PoolBlock) -> &mut [Place] {
+        let size = self.kv.block_size;
+        &mut self.pools[pool][block as usize * size..][..size]
+    }
+}
+
 fn ids_of(tokens: &[Token]) -> Vec<u32> {
     tokens.iter().map(|token| token.id).collect()
 }
@@ -290,6 +322,19 @@ impl FakeRunner {
         kv.pools.iter_mut().for_each(|pool| pool.window = pool.window.map(|window| window.div_ceil(2)));
         runner.draft = Some(Cache::new(kv));
         (runner, control)
+    }
+
+    /// A runner whose blocks are read and written, so that its conversations can be on disk.
+    pub fn with_disk(mut self: Box<Self>) -> Box<Self> {
+        let caches = if self.draft.is_some() { 2 } else { 1 };
+        let bytes = (caches * PLACE_BYTES * self.limits.kv.block_size) as u64;
+        self.limits.block_bytes = vec![bytes; self.limits.kv.pools.len()];
+        self
+    }
+
+    /// The caches: the model's, and the draft model's.
+    fn caches(&mut self) -> impl Iterator<Item = &mut Cache> {
+        [Some(&mut self.cache), self.draft.as_mut()].into_iter().flatten()
     }
 
     /// This runner with another runner's control.
@@ -494,6 +539,32 @@ impl Runner for FakeRunner {
         self.control.encode(slot, pixels, self.pending.len())
     }
 
+    fn read_blocks(&mut self, blocks: &[PoolBlock]) -> Result<Vec<u8>, RunnerError> {
+        assert!(self.pending.is_empty(), "blocks were read while a step is in flight");
+        self.control.set(|state| state.read_blocks += blocks.len());
+        let mut bytes = Vec::new();
+        for block in blocks {
+            let of_caches = self.caches().flat_map(|cache| cache.places(*block).iter().flat_map(place_bytes));
+            bytes.extend(of_caches);
+        }
+        Ok(bytes)
+    }
+
+    fn write_blocks(&mut self, blocks: &[PoolBlock], bytes: &[u8]) -> Result<(), RunnerError> {
+        assert!(self.pending.is_empty(), "blocks were written while a step is in flight");
+        self.control.set(|state| state.written_blocks += blocks.len());
+        let mut places = bytes.as_chunks().0.iter();
+        for block in blocks {
+            for cache in self.caches() {
+                for place in cache.places(*block) {
+                    *place = place_of(*places.next().expect("bytes of each place"));
+                }
+            }
+        }
+        assert!(places.next().is_none(), "bytes after the blocks");
+        Ok(())
+    }
+
     fn has_draft(&self) -> bool {
         self.draft.is_some()
     }
@@ -607,6 +678,8 @@ struct ControlState {
     /// For each batch, the number of other steps in flight when it was submitted.
     in_flight: Vec<usize>,
     courtesies: Vec<(usize, Courtesy)>,
+    read_blocks: usize,
+    written_blocks: usize,
     drafts: Vec<Vec<Vec<u32>>>,
     encodings: Vec<Encoding>,
     fail_encodings_at: Vec<usize>,
@@ -754,6 +827,19 @@ impl Control {
     pub fn batches_with_steps_in_flight(&self) -> Vec<(Batch, usize)> {
         let state = self.lock();
         state.batches.iter().cloned().zip(state.in_flight.iter().copied()).collect()
+    }
+
+    /// The number of blocks that were read, and of those that were written.
+    pub fn copied_blocks(&self) -> [usize; 2] {
+        let state = self.lock();
+        [state.read_blocks, state.written_blocks]
+    }
+
+    /// The number of ids of prompts that were computed.
+    pub fn computed_ids(&self) -> usize {
+        let batches = self.batches();
+        let inputs = batches.iter().flat_map(|batch| &batch.sequences).map(|sequence| &sequence.input);
+        inputs.map(|input| if let Input::Ids(ids) = input { ids.len() } else { 0 }).sum()
     }
 
     /// Every courtesy that runners got, with the number of steps submitted before.
