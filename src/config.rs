@@ -49,6 +49,8 @@ pub struct Config {
     pub memory: Memory,
     pub engine: Engine,
     pub kv: Kv,
+    #[serde(rename = "kv.disk")]
+    pub kv_disk: KvDisk,
     pub npu: Npu,
     /// All merged options.
     #[serde(skip)]
@@ -333,6 +335,17 @@ pub struct Kv {
     pub share_prefixes: Option<SharePrefixes>,
 }
 
+/// Where conversations are kept, so that they survive the end of the server.
+#[derive(Debug, Clone, PartialEq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct KvDisk {
+    /// A folder. `None` = conversations are kept only in device memory.
+    pub path: Option<String>,
+    /// The most bytes of files.
+    #[serde(deserialize_with = "some_bytes")]
+    pub max_bytes: u64,
+}
+
 /// The element type of keys and values, as configured.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, VariantArray, IntoStaticStr)]
 #[strum(serialize_all = "lowercase", const_into_str)]
@@ -436,7 +449,7 @@ impl Layer {
             source_name: name.to_owned(),
             problem: format!("not valid TOML: {}", one_line(&error.to_string())),
         })?;
-        Ok(Self { name: name.to_owned(), options })
+        Ok(Self { name: name.to_owned(), options: with_subsections(options) })
     }
 
     /// Reads the variables `UNICORN_SECTION_OPTION`. Returns a warning for each other variable with the prefix, because
@@ -455,10 +468,10 @@ impl Layer {
             let error = |problem| ConfigError { source_name: "environment".into(), problem };
             let path = path.to_ascii_lowercase();
             let mut options = options(defaults);
-            let found = options.find(|(section, option, _)| path == format!("{section}_{option}"));
+            let found = options.find(|(section, option, _)| path == variable_of(section, option));
             let Some((section, option, default)) = found else {
                 if let Some((section, option)) = nearest(&path, defaults, '_') {
-                    let near = format!("{ENV_PREFIX}{section}_{option}").to_ascii_uppercase();
+                    let near = format!("{ENV_PREFIX}{}", variable_of(section, option)).to_ascii_uppercase();
                     return Err(error(misspelt(&variable, &near)));
                 }
                 warnings.push(format!("{variable} in the environment is not an option and is ignored"));
@@ -481,7 +494,7 @@ impl Layer {
     /// Sets an option, such as `server.port`, to the value of a text. Panics if there is no such option, or if it has
     /// another type.
     pub fn set(&mut self, path: &str, text: &str) {
-        let (section, option) = path.split_once('.').expect("a section and an option");
+        let (section, option) = path.rsplit_once('.').expect("a section and an option");
         let value = parse_like(&defaults()[section][option], text);
         self.insert(section, option, value.expect("a value of the option's type"));
     }
@@ -671,6 +684,7 @@ impl Config {
         in_range("engine.idle_unload_s", engine.idle_unload_s.unwrap_or(0) as u64, 0, 604_800)?;
         in_range("engine.speculation_tokens", engine.speculation_tokens as u64, 0, 64)?;
         in_range("kv.block_size", kv.block_size as u64, 1, 256)?;
+        in_range("kv.disk.max_bytes", config.kv_disk.max_bytes, 1 << 20, 1 << 50)?;
         in_range("npu.kv_heads", npu.kv_heads.unwrap_or(0) as u64, 0, 64)?;
         in_range("npu.keys", npu.keys as u64, 512, 16_384)?;
         in_range("npu.deadline_ms", npu.deadline_ms, 100, 5000)?;
@@ -789,8 +803,30 @@ fn is_ours(path: &str) -> bool {
 
 fn defaults() -> &'static Table {
     static DEFAULTS: LazyLock<Table> =
-        LazyLock::new(|| DEFAULT_TOML.parse().expect("config/default.toml is valid TOML"));
+        LazyLock::new(|| with_subsections(DEFAULT_TOML.parse().expect("config/default.toml is valid TOML")));
     &DEFAULTS
+}
+
+/// The sections with those inside them as sections of their own: `disk` in `kv` is `kv.disk`.
+fn with_subsections(sections: Table) -> Table {
+    let mut all = Table::new();
+    for (name, mut section) in sections {
+        if let Some(options) = section.as_table_mut() {
+            let inner: Vec<String> =
+                options.iter().filter(|(_, value)| value.is_table()).map(|(name, _)| name.clone()).collect();
+            for subsection in inner {
+                let options = options.remove(&subsection).expect("just seen");
+                all.insert(format!("{name}.{subsection}"), options);
+            }
+        }
+        all.insert(name, section);
+    }
+    all
+}
+
+/// The end of the name of an option's variable, in small letters.
+fn variable_of(section: &str, option: &str) -> String {
+    format!("{}_{option}", section.replace('.', "_"))
 }
 
 /// Every option as (section, name, default).
@@ -881,6 +917,10 @@ fn parse_like(default: &Value, text: &str) -> Result<Value, String> {
 
 fn byte_size<'de, D: serde::Deserializer<'de>>(d: D) -> Result<Option<u64>, D::Error> {
     parse_bytes(&String::deserialize(d)?).map(Some).map_err(serde::de::Error::custom)
+}
+
+fn some_bytes<'de, D: serde::Deserializer<'de>>(d: D) -> Result<u64, D::Error> {
+    parse_bytes(&String::deserialize(d)?).map_err(serde::de::Error::custom)
 }
 
 fn parsed<'de, D: serde::Deserializer<'de>, T: FromStr<Err: Display>>(d: D) -> Result<Option<T>, D::Error> {

@@ -31,7 +31,8 @@ def main(arguments):
     with tempfile.TemporaryDirectory(prefix="unicorn-soak-") as folder:
         faults = Path(folder) / "faults"
         faults.write_text("")
-        with Server(environment=with_faults(faults) | malloc_of_the_service()) as server:
+        disk = {"UNICORN_KV_DISK_PATH": str(Path(folder) / "kv"), "UNICORN_KV_DISK_MAX_BYTES": "64MiB"}
+        with Server(environment=with_faults(faults) | malloc_of_the_service() | disk) as server:
             try:
                 status = soak(server, faults, arguments)
             finally:

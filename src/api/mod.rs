@@ -33,6 +33,7 @@ mod error;
 mod exchange;
 mod http;
 mod ids;
+mod kv_disk;
 mod llamacpp;
 mod names;
 mod ollama;
@@ -155,6 +156,7 @@ fn routes() -> OpenApiRouter<Arc<Server>> {
         .routes(routes!(health::health))
         .routes(routes!(health::live))
         .routes(routes!(status::status))
+        .routes(routes!(kv_disk::clear))
         .routes(routes!(metrics::metrics))
         .routes(routes!(openapi::document))
 }

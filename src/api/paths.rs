@@ -30,7 +30,8 @@ const ELSEWHERE: [(&[&str], &str); 22] = [
     ),
     (
         &["/slots", "/slots/*"],
-        "answers share the cache by blocks, and there are no slots: GET /status has what runs",
+        "answers share the cache by blocks, and there are no slots: GET /status has what runs; with kv.disk.path, the server \
+         itself keeps conversations on disk and resumes them, and POST /kv/clear removes them",
     ),
     (&["/completion", "/generate", "/generate_stream"], "send POST /v1/completions, as to OpenAI"),
     (
@@ -62,7 +63,8 @@ const ELSEWHERE: [(&[&str], &str); 22] = [
     ),
     (
         &["/reset_prefix_cache"],
-        "the prefix cache cannot be reset: a request with its own cache_salt does not use it",
+        "the prefix cache cannot be reset: a request with its own cache_salt does not use it, and POST /kv/clear empties what \
+         kv.disk.path keeps on disk",
     ),
     (&["/invocations"], "send POST /v1/chat/completions, as to OpenAI"),
     // OpenAI and Anthropic.

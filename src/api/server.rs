@@ -80,13 +80,23 @@ pub struct Server {
 impl Server {
     pub fn new(library: impl Into<Library>, options: Options, access: AccessPolicy) -> Arc<Self> {
         let processors = std::thread::available_parallelism().map_or(1, |n| n.get());
+        let library: Library = library.into();
+        let secret = library.kv_store().and_then(|store| match store.secret() {
+            Ok(secret) => Some(secret),
+            Err(error) => {
+                tracing::warn!(
+                    "no client finds its conversations after a restart: the secret of kv.disk.path: {error}"
+                );
+                None
+            }
+        });
         Arc::new(Self {
-            library: library.into(),
+            library,
             created: unix_time_s(),
             started: Instant::now(),
             options,
             access: RwLock::new(Arc::new(access)),
-            identities: Identities::new(),
+            identities: Identities::new(secret.as_ref()),
             wrong_keys: WrongKeys::new(options.wrong_key_pause),
             places: Places::default(),
             connections: OpenConnections::default(),

@@ -9,12 +9,14 @@ use std::collections::BTreeMap;
 use std::fs::{self, File};
 use std::io::{ErrorKind, Read};
 use std::ops::{Deref, Range};
+use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
 use std::time::SystemTime;
 
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
+use sha2::{Digest, Sha256};
 
 use super::direct::DirectFile;
 use super::error::{CheckpointError, one_line};
@@ -406,6 +408,39 @@ impl ModelFiles {
         let held = Held::open(paths, links_out)
             .map_err(|problem| CheckpointError::file(self.location(), problem))?;
         Ok(Self { held: Some(Arc::new(held)), ..self.clone() })
+    }
+
+    /// A SHA-256 of what identifies held files: their lengths, times of change, and samples of their bytes, with the beginning,
+    /// where the headers are. Files in memory count whole. Files of many GB are not read whole. `None` if a file cannot be
+    /// read, or if the files are neither held nor in memory.
+    pub fn sampled_digest(&self) -> Option<[u8; 32]> {
+        const SAMPLES: u64 = 64;
+        const SAMPLE_BYTES: u64 = 16 << 10;
+        let mut hasher = Sha256::new();
+        for (name, contents) in &*self.contents {
+            hasher.update(Sha256::digest(name));
+            hasher.update(Sha256::digest(contents));
+        }
+        match &self.held {
+            None if matches!(self.source, Source::Embedded | Source::Memory) => {}
+            None => return None,
+            Some(held) => {
+                for file in held.to_parts().2 {
+                    let metadata = file.metadata().ok()?;
+                    let (bytes, modified) = (metadata.len(), metadata.modified().ok()?);
+                    hasher.update(bytes.to_le_bytes());
+                    let since = modified.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
+                    hasher.update(since.as_nanos().to_le_bytes());
+                    let last = bytes.saturating_sub(SAMPLE_BYTES);
+                    for i in 0..SAMPLES {
+                        let mut sample = vec![0; SAMPLE_BYTES.min(bytes) as usize];
+                        file.read_exact_at(&mut sample, last / (SAMPLES - 1) * i).ok()?;
+                        hasher.update(&sample);
+                    }
+                }
+            }
+        }
+        Some(hasher.finalize().into())
     }
 
     /// The names of the held files and the open files, to send to another process of this binary. `None` if the files

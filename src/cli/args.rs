@@ -191,6 +191,9 @@ pub enum Command {
     /// List or remove pulled models on this disk
     #[command(subcommand)]
     Models(Models),
+    /// Remove conversations that the server keeps on disk
+    #[command(subcommand)]
+    Kv(KvCommand),
     /// Build the kernels for the NPU of a Ryzen AI processor, or list them
     #[cfg(feature = "npu")]
     #[command(subcommand)]
@@ -939,6 +942,22 @@ pub struct Pull {
     pub server: RunningServer,
     #[command(flatten)]
     pub models_dir: ModelsDirOption,
+}
+
+#[derive(Debug, Subcommand)]
+pub enum KvCommand {
+    /// Remove all conversations in the folder of kv.disk.path
+    #[command(
+        long_about = "Remove all conversations in the folder of kv.disk.path.\n\nNo server may use the folder. A running \
+        server empties it itself: send it POST /kv/clear."
+    )]
+    Clear(KvClear),
+}
+
+#[derive(Debug, Args)]
+pub struct KvClear {
+    #[command(flatten)]
+    pub common: Common,
 }
 
 #[derive(Debug, Subcommand)]

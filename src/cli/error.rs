@@ -9,6 +9,7 @@ use crate::device::StartError;
 use crate::engine::{EngineError, SubmitError};
 use crate::gpu::GpuError;
 use crate::hub::HubError;
+use crate::kv_disk::KvStoreError;
 use crate::library::LibraryError;
 use crate::model::RunnerError;
 use crate::model::config::ConfigError as ModelConfigError;
@@ -41,6 +42,8 @@ pub enum Error {
          raise the limit (`ulimit -n`, or LimitNOFILE= in systemd), or lower server.connections"
     )]
     OpenFiles { connections: usize, needed: u64, most: u64 },
+    #[error("kv.disk.path: {0}")]
+    KvStore(#[from] KvStoreError),
     #[error("cannot serve: {0}")]
     Serve(std::io::Error),
     #[error("cannot start the runtime: {0}")]
@@ -153,6 +156,8 @@ impl Error {
             | Self::Load(LoadError::Config(ModelConfigError::Checkpoint(CheckpointError::NoMemory {
                 ..
             })))
+            // The server that uses the folder may have ended then.
+            | Self::KvStore(KvStoreError::Busy { .. })
             | Self::Library(_)
             | Self::Serve(_)
             | Self::Runtime(_)
@@ -180,6 +185,7 @@ impl Error {
             | Self::Load(_)
             | Self::Text(_)
             | Self::Npu { .. }
+            | Self::KvStore(_)
             | Self::Argument(_) => CONFIGURATION,
         }
     }

@@ -18,6 +18,7 @@ pub(crate) mod error;
 mod eval;
 mod generate;
 mod inspect;
+mod kv;
 pub(crate) mod load;
 pub(crate) mod log;
 mod manual;
@@ -39,7 +40,7 @@ use std::process::ExitCode;
 use clap::{ArgMatches, CommandFactory as _, FromArgMatches as _};
 use tracing_subscriber::EnvFilter;
 
-use args::{Command, CommandLine, Models};
+use args::{Command, CommandLine, KvCommand, Models};
 use configuration::{Configured, configure, verbosity};
 use error::Error;
 use log::Log;
@@ -169,6 +170,7 @@ fn run(
         #[cfg(feature = "npu")]
         Command::Npu(args::Npu::List(args)) => npu::list(config, &args.folder),
         Command::NpuProcess => npu::npu_process(),
+        Command::Kv(KvCommand::Clear(_)) => kv::clear(&config.kv_disk),
         Command::Models(Models::List(args)) => models::list(config, args.json),
         Command::Models(Models::Rm(args)) => models::remove(config, &args.name, args.yes),
     }

@@ -48,6 +48,8 @@ use std::collections::hash_map::RandomState;
 use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::hash::BuildHasher;
 
+use sha2::{Digest as _, Sha256};
+
 use super::request::{CacheSalt, ImageHash, Priority, PromptImage};
 use crate::model::{BlockCopy, BlockList, KvLimits, KvPool, first_seen};
 
@@ -138,6 +140,63 @@ impl<'a> BlockText<'a> {
         };
         Self { tokens, images: images.iter().filter_map(part).collect() }
     }
+
+    /// A digest of this text after everything that `before` is the digest of.
+    fn digest(&self, before: &Digest) -> Digest {
+        let mut hasher = Sha256::new();
+        hasher.update(before);
+        hasher.update((self.tokens.len() as u64).to_le_bytes());
+        self.tokens.iter().for_each(|id| hasher.update(id.to_le_bytes()));
+        for ImagePart { image, offset, row } in &self.images {
+            hasher.update(image);
+            hasher.update((*offset as u64).to_le_bytes());
+            hasher.update((*row as u64).to_le_bytes());
+        }
+        hasher.finalize().into()
+    }
+}
+
+/// A SHA-256 of everything up to the end of a block. It is the same in every process.
+pub(super) type Digest = [u8; 32];
+
+/// The digest of each whole block of `tokens`, after everything that `root` is the digest of.
+pub(super) fn digests(
+    root: Digest,
+    block_size: usize,
+    tokens: &[u32],
+    images: &[PromptImage],
+) -> Vec<Digest> {
+    let blocks = tokens.chunks_exact(block_size).enumerate();
+    let texts = blocks.map(|(index, tokens)| BlockText::new(index, tokens, images));
+    texts
+        .scan(root, |last, text| {
+            *last = text.digest(last);
+            Some(*last)
+        })
+        .collect()
+}
+
+/// A node as it was when this was made. If it was evicted since, no block is found by it.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct NodeRef {
+    id: NodeId,
+    chain: u64,
+}
+
+/// What the prefix cache has of a text.
+pub(super) struct KnownPrefix {
+    /// The number of tokens that need not be computed.
+    pub tokens: usize,
+    /// For each block that has a node, which pools have it.
+    pub blocks: Vec<Vec<bool>>,
+}
+
+/// A block of a table that must be written: the pool, the index in the sequence, and the block.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct UnwrittenBlock {
+    pub pool: usize,
+    pub index: usize,
+    pub block: u32,
 }
 
 /// `block_size` tokens whose blocks are registered.
@@ -468,6 +527,80 @@ impl BlockManager {
             }
         }
         self.release(table);
+    }
+
+    // --- texts that are kept outside the device ---
+
+    /// The nodes of a table's registered blocks, from the first block on.
+    pub(super) fn nodes(&self, table: &BlockTable) -> Vec<NodeRef> {
+        table.nodes.iter().map(|&id| NodeRef { id, chain: self.nodes[id as usize].chain }).collect()
+    }
+
+    /// The block of a pool that is registered with a node, if it was not evicted.
+    pub(super) fn registered(&self, NodeRef { id, chain }: NodeRef, pool: usize) -> Option<u32> {
+        let is_there = self.by_chain.get(&chain) == Some(&id);
+        is_there.then(|| self.nodes[id as usize].blocks[pool]).flatten()
+    }
+
+    /// What the cache has of a text.
+    pub(super) fn known_prefix(
+        &self,
+        tokens: &[u32],
+        images: &[PromptImage],
+        salt: &CacheSalt,
+    ) -> KnownPrefix {
+        let path = self.longest_path(tokens, images, salt);
+        let has = |id: &NodeId| self.nodes[*id as usize].blocks.iter().map(Option::is_some).collect();
+        KnownPrefix {
+            tokens: self.usable(&path, images) * self.block_size,
+            blocks: path.iter().map(has).collect(),
+        }
+    }
+
+    /// A table with the blocks that a sequence needs after the first `blocks` blocks of `tokens`, and those of them that the
+    /// cache does not have. Once they are written, [`BlockManager::commit`] adds them to the cache.
+    pub(super) fn admit_unwritten(
+        &mut self,
+        tokens: &[u32],
+        images: &[PromptImage],
+        (priority, salt): (Priority, &CacheSalt),
+        blocks: usize,
+    ) -> Result<(BlockTable, Vec<UnwrittenBlock>), NoRoom> {
+        let mut nodes = self.longest_path(tokens, images, salt);
+        nodes.truncate(blocks);
+        let known = |this: &Self, pool: usize, index: usize| {
+            nodes.get(index).and_then(|id| this.nodes[*id as usize].blocks[pool])
+        };
+        let firsts: Vec<usize> =
+            (0..self.pools.len()).map(|pool| self.first_needed(pool, blocks * self.block_size)).collect();
+        let mut lists = Vec::new();
+        for (pool, &first) in firsts.iter().enumerate() {
+            let list: Vec<Option<u32>> = (first..blocks).map(|index| known(self, pool, index)).collect();
+            list.iter().flatten().for_each(|block| self.hold(pool, *block));
+            lists.push(list);
+        }
+        let missing = lists.iter().map(|list| list.iter().filter(|block| block.is_none()).count());
+        if !self.has_room(missing.collect::<Vec<_>>()) {
+            for (pool, list) in lists.iter().enumerate() {
+                list.iter().flatten().for_each(|block| self.release_block(pool, *block));
+            }
+            return Err(NoRoom);
+        }
+        nodes.iter().for_each(|id| self.mark_used(*id, priority));
+        let mut unwritten = Vec::new();
+        // Nodes that are there already may lack a block of a pool with a window, so none is a node of the table yet.
+        let mut table = BlockTable { priority, salt: salt.clone(), ..BlockTable::default() };
+        for (pool, (list, first)) in lists.into_iter().zip(firsts).enumerate() {
+            let ids = (first..).zip(list).map(|(index, block)| {
+                block.unwrap_or_else(|| {
+                    let block = self.allocate(pool);
+                    unwritten.push(UnwrittenBlock { pool, index, block });
+                    block
+                })
+            });
+            table.blocks.push(BlockList { first, ids: ids.collect() });
+        }
+        Ok((table, unwritten))
     }
 
     // --- the prefix cache ---

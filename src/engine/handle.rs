@@ -12,6 +12,7 @@ use std::time::{Duration, Instant};
 use tokio::sync::mpsc as events;
 
 use super::answer::{Answer, Clock, Event};
+use super::disk::DiskConfig;
 use super::energy::EnergyCounter;
 use super::error::{EngineError, SubmitError};
 use super::lease::Lease;
@@ -35,6 +36,8 @@ pub struct EngineConfig {
     pub energy: Option<Arc<dyn EnergyCounter>>,
     /// Shared with the other engines of the device. `None` = there are none.
     pub lease: Option<Arc<Lease>>,
+    /// Where conversations are kept. `None` = only in device memory.
+    pub disk: Option<DiskConfig>,
 }
 
 impl Default for EngineConfig {
@@ -45,6 +48,7 @@ impl Default for EngineConfig {
             idle_unload: None,
             energy: None,
             lease: None,
+            disk: None,
         }
     }
 }
@@ -103,6 +107,7 @@ impl Engine {
             config.scheduler,
             config.energy,
             config.lease,
+            config.disk,
             messages,
             Arc::clone(&shared),
         );

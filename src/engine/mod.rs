@@ -39,6 +39,7 @@
 
 mod answer;
 mod block_manager;
+mod disk;
 mod energy;
 mod error;
 mod handle;
@@ -57,6 +58,7 @@ mod trial;
 
 pub use answer::{Ended, Event, FinishReason, Timings};
 pub use block_manager::{BlockManager, BlockTable, NoRoom, PoolUse};
+pub use disk::{DiskConfig, ReadRule};
 pub use energy::{Energy, EnergyCounter, Joules};
 pub use error::{EngineError, SubmitError};
 pub use handle::{Engine, EngineConfig, EngineHandle, TokenStream};
@@ -66,9 +68,9 @@ pub use pace::{Load, Pace};
 pub use request::{
     CacheSalt, ClientId, EVENTS, ImageHash, KeepAlive, MAX_QUEUE, Priority, PromptImage, Request,
 };
-pub use scheduler::{Output, Scheduler, SchedulerConfig, SequenceShare, Step};
+pub use scheduler::{EndedTurn, Output, Scheduler, SchedulerConfig, SequenceShare, Step};
 pub use sequence::{Fork, Sequence, SequenceId};
-pub use shared::{DeviceTask, EngineState, Signs, Stats};
+pub use shared::{DeviceTask, DiskStats, EngineState, Signs, Stats};
 pub use speculation::{DraftTotals, Drafts};
 pub use step_loop::draft;
 pub use trial::{Trial, TrialStep};

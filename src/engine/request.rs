@@ -5,6 +5,8 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
+use sha2::{Digest as _, Sha256};
+
 use super::mask::TokenMask;
 use crate::model::SamplingParams;
 
@@ -30,6 +32,15 @@ impl CacheSalt {
     /// The same bytes with another attention path.
     pub(super) fn on_path(&self, attention_path: u32) -> Self {
         Self { bytes: Arc::clone(&self.bytes), attention_path }
+    }
+
+    /// A SHA-256 of the salt and of what identifies a model, the same in every process.
+    pub(super) fn digest(&self, model: &[u8; 32]) -> [u8; 32] {
+        let mut hasher = Sha256::new();
+        hasher.update(model);
+        hasher.update(self.attention_path.to_le_bytes());
+        hasher.update(&self.bytes);
+        hasher.finalize().into()
     }
 }
 

@@ -21,6 +21,17 @@ pub struct Fork {
     pub seed: u64,
 }
 
+/// What is known of a sequence's text on disk, before the sequence starts.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(super) enum OnDisk {
+    #[default]
+    Unknown,
+    /// The disk has a part of it, which is read after the text of another sequence.
+    Waits,
+    /// The sequence may start: what the disk has of it is read, or not worth a read.
+    Settled,
+}
+
 /// A prompt and its answer.
 ///
 /// After the first submission, `computed <= submitted < tokens + drawn`. There are two exceptions: a sequence with
@@ -77,6 +88,12 @@ pub struct Sequence {
     pub(super) cached: Option<usize>,
     /// The number of tokens that the prefix cache had when the sequence was last admitted.
     pub(super) found: usize,
+    /// Whether the sequence was looked up on disk since it last lost its blocks, and how often.
+    pub(super) on_disk: OnDisk,
+    pub(super) lookups: u32,
+    /// The number of tokens that the prefix cache had from the disk when the sequence was last admitted, until a step of
+    /// the sequence is committed.
+    pub(super) restored: usize,
     /// The number of the scheduler's step in which the sequence last got tokens, or arrived.
     pub(super) last_step: u64,
     /// Whether the sequence is permanently interactive, because it was overdue or often preempted.
@@ -119,6 +136,9 @@ impl Sequence {
             life: 0,
             cached: None,
             found: 0,
+            on_disk: OnDisk::default(),
+            lookups: 0,
+            restored: 0,
             last_step: 0,
             promoted: false,
             suspect: None,
@@ -186,6 +206,7 @@ impl Sequence {
     /// Resets what was computed and submitted, because the sequence lost its blocks.
     pub(super) fn start_over(&mut self) {
         (self.found, self.computed, self.submitted, self.drawn) = (0, 0, 0, 0);
+        (self.on_disk, self.lookups, self.restored) = (OnDisk::default(), 0, 0);
         self.speculating = false;
         self.draft_tokens.clear();
         self.scores.clear();

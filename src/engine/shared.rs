@@ -47,6 +47,25 @@ pub struct Stats {
     pub replays: u64,
     /// Time from these failures until the device worked again.
     pub recovery_ns: u64,
+    /// Conversations on disk.
+    pub disk: DiskStats,
+}
+
+/// Counts of conversations that were stored and resumed, as totals since the start.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct DiskStats {
+    /// Sequences that began with tokens from the disk and computed a step, and the tokens.
+    pub hits: u64,
+    pub hit_tokens: u64,
+    /// Reads that were given up: a file was missing or damaged, the device had no room, or they took too long.
+    pub failed_reads: u64,
+    /// Sequences that were computed because reading was predicted to take longer.
+    pub slower_reads: u64,
+    /// Ends of turns.
+    pub turns: u64,
+    /// Entries of turns whose blocks were taken by others before they were read from the device, or for which the store
+    /// had no place.
+    pub lost_entries: u64,
 }
 
 /// The state of the engine, and what happens to requests in it.

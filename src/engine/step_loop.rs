@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 use tokio::sync::mpsc as events;
 
 use super::answer::{Answer, Event, FinishReason};
+use super::disk::{Disk, DiskConfig};
 use super::energy::{EnergyCounter, Ledger};
 use super::error::EngineError;
 use super::lease::{Lease, Turn, Working};
@@ -31,6 +32,25 @@ pub(super) enum Message {
     Load(KeepAlive, events::Sender<()>),
     /// Makes the thread read the flags of [`Shared`].
     Wake,
+}
+
+/// How long the last turns may take to be stored before the model is unloaded, or the engine ends.
+const LAST_SAVES: Duration = Duration::from_secs(5);
+/// How long contents of blocks that were read are written to the device between two steps.
+const DISK_BUDGET: Duration = Duration::from_millis(20);
+/// How long the engine waits for the disk before it looks at its messages again.
+const READ_PATIENCE: Duration = Duration::from_millis(20);
+/// How long an idle engine waits until the store has a place again.
+const STORE_PAUSE: Duration = Duration::from_millis(20);
+
+/// Why an idle engine has no message.
+enum Quiet {
+    /// There are turns to store.
+    ToSave,
+    /// The model is not needed any longer.
+    Unneeded,
+    /// There is no handle.
+    Disconnected,
 }
 
 /// A step that was submitted to the device.
@@ -69,6 +89,8 @@ pub(super) struct StepLoop {
     last_done: Instant,
     answers: HashMap<SequenceId, Answer>,
     messages: Receiver<Message>,
+    /// The conversations on disk; `None` = they are not kept.
+    disk: Option<Disk>,
     /// Clients that wait until the model is loaded.
     loads: Vec<events::Sender<()>>,
     pub(super) shared: Arc<Shared>,
@@ -81,10 +103,13 @@ impl StepLoop {
         config: SchedulerConfig,
         energy: Option<Arc<dyn EnergyCounter>>,
         lease: Option<Arc<Lease>>,
+        disk: Option<DiskConfig>,
         messages: Receiver<Message>,
         shared: Arc<Shared>,
     ) -> Self {
-        let config = SchedulerConfig { draft_model: runner.has_draft(), ..config };
+        let stores_turns = disk.is_some();
+        let config = SchedulerConfig { draft_model: runner.has_draft(), stores_turns, ..config };
+        let disk = disk.map(|disk| Disk::new(disk, runner.limits()));
         let new = Self {
             scheduler: Scheduler::new(runner.limits().clone(), config),
             runner,
@@ -98,6 +123,7 @@ impl StepLoop {
             last_done: Instant::now(),
             answers: HashMap::new(),
             messages,
+            disk,
             loads: Vec::new(),
             shared,
             stats: Stats::default(),
@@ -151,6 +177,7 @@ impl StepLoop {
         self.in_flight.clear();
         (self.turn, self.working) = (None, None);
         self.held = None;
+        self.disk.iter_mut().for_each(Disk::clear);
         let is_coprocessor = matches!(error, RunnerError::Coprocessor(_));
         self.stats.losses += u64::from(!is_coprocessor);
         self.stats.coprocessor_failures += u64::from(is_coprocessor);
@@ -224,6 +251,8 @@ impl StepLoop {
     /// Unloads the model until the next request, which frees its memory on the device.
     fn unload(&mut self) {
         tracing::info!("unloading the idle model until the next request");
+        self.save_all();
+        self.disk.iter_mut().for_each(Disk::clear);
         self.scheduler.restart(&[]);
         self.runner.unload();
         self.shared.set_idle();
@@ -248,6 +277,34 @@ impl StepLoop {
         }
     }
 
+    /// Stores the turns that ended, before the blocks are lost. Takes a bounded time. A failure of the device does not matter
+    /// then.
+    fn save_all(&mut self) {
+        if !self.in_flight.is_empty() || self.held.is_some() || !self.runner.is_loaded() {
+            return;
+        }
+        if let Some(disk) = &mut self.disk
+            && let Err(error) = disk.save_all(&mut self.scheduler, self.runner.loaded(), LAST_SAVES)
+        {
+            tracing::warn!("the last turns were not stored: {error}");
+        }
+    }
+
+    /// Stores a part of the turns that ended, and reads a part of what the next sequence needs, between two steps.
+    fn use_disk(&mut self) -> Result<(), RunnerError> {
+        let Some(disk) = &mut self.disk else { return Ok(()) };
+        if !self.in_flight.is_empty() || self.held.is_some() {
+            return Ok(());
+        }
+        let runner = self.runner.loaded();
+        disk.look_up(&mut self.scheduler, &self.pace);
+        disk.write_next(&mut self.scheduler, runner, DISK_BUDGET, Duration::ZERO)?;
+        if !disk.is_reading() && disk.can_save() {
+            disk.save_next(&self.scheduler, runner)?;
+        }
+        Ok(())
+    }
+
     fn is_idle(&self) -> bool {
         self.scheduler.is_idle() && self.in_flight.is_empty() && self.held.is_none()
     }
@@ -266,6 +323,14 @@ impl StepLoop {
                 }
                 // If a request waits already, the span of energy continues.
                 let message = self.messages.try_recv().or_else(|_| {
+                    if let Some(disk) = self.disk.as_ref().filter(|disk| disk.has_pending()) {
+                        let patience = if disk.can_save() { Duration::ZERO } else { STORE_PAUSE };
+                        let message = self.messages.recv_timeout(patience);
+                        return message.map_err(|error| match error {
+                            RecvTimeoutError::Timeout => Quiet::ToSave,
+                            RecvTimeoutError::Disconnected => Quiet::Disconnected,
+                        });
+                    }
                     self.ledger.end_span();
                     self.working = None;
                     self.take_unload();
@@ -273,19 +338,24 @@ impl StepLoop {
                     let at = idle_unload.and_then(|time| self.last_done.checked_add(time));
                     self.shared.set_unload(at.map_or(Unload::Never, Unload::At));
                     match idle_unload {
-                        None => self.messages.recv().map_err(|_| RecvTimeoutError::Disconnected),
+                        None => self.messages.recv().map_err(|_| Quiet::Disconnected),
                         Some(most) => {
-                            self.messages.recv_timeout(most.saturating_sub(self.last_done.elapsed()))
+                            let left = most.saturating_sub(self.last_done.elapsed());
+                            self.messages.recv_timeout(left).map_err(|error| match error {
+                                RecvTimeoutError::Timeout => Quiet::Unneeded,
+                                RecvTimeoutError::Disconnected => Quiet::Disconnected,
+                            })
                         }
                     }
                 });
                 match message {
                     Ok(message) => message,
-                    Err(RecvTimeoutError::Timeout) => {
+                    Err(Quiet::ToSave) => return true,
+                    Err(Quiet::Unneeded) => {
                         self.unload();
                         continue;
                     }
-                    Err(RecvTimeoutError::Disconnected) => return false, // there is no handle and no work
+                    Err(Quiet::Disconnected) => return false, // there is no handle and no work
                 }
             } else {
                 match self.messages.try_recv() {
@@ -382,9 +452,14 @@ impl StepLoop {
         let is_wanted = others > 0 || self.turn.as_ref().is_some_and(Turn::is_wanted);
         // With a bound, the submission of a second step would wait for its time slots and delay the results of the
         // first.
-        let most = if courtesy.is_bound() || is_wanted { 1 } else { self.shared.limits.max_in_flight };
+        // Blocks are copied while no step is in flight.
+        let copies = self.disk.as_ref().is_some_and(Disk::is_busy);
+        let most =
+            if courtesy.is_bound() || is_wanted || copies { 1 } else { self.shared.limits.max_in_flight };
         // A client of this engine may wait for a step of each other engine between two tokens, and the other way round.
         self.scheduler.set_engines(1 + others);
+        self.scheduler.set_attention_path(self.runner.loaded().attention_path());
+        self.use_disk().map_err(|error| self.failure(error, None))?;
         self.ledger.begin_span();
         while self.in_flight.len() < most {
             let step = match self.held.take() {
@@ -425,6 +500,21 @@ impl StepLoop {
             self.publish();
         }
         let Some(InFlight { ticket, step, submitted }) = self.in_flight.pop_front() else {
+            if let Some(disk) = self.disk.as_mut().filter(|disk| disk.is_reading()) {
+                // The only sequences that can start wait for the disk.
+                let began = Instant::now();
+                let runner = self.runner.loaded();
+                let written = disk.write_next(&mut self.scheduler, runner, DISK_BUDGET, READ_PATIENCE);
+                written.map_err(|error| self.failure(error, None))?;
+                // Other engines may compute meanwhile.
+                self.turn = None;
+                return Ok(waited + preparing + began.elapsed());
+            }
+            if self.disk.is_some() && self.scheduler.wants_lookup() {
+                // Whatever keeps sequences from being looked up must not keep them from being answered.
+                self.scheduler.settle_all();
+                return Ok(waited + preparing);
+            }
             self.scheduler.expect_idle();
             self.shared.set_idle();
             self.ledger.end_span();
@@ -443,6 +533,9 @@ impl StepLoop {
         self.charge(&step);
         self.stats.used_experts += u64::from(sampled.used_experts);
         let outputs = self.scheduler.commit(&step, &sampled);
+        if let Some(disk) = &mut self.disk {
+            disk.take_turns(&mut self.scheduler);
+        }
         // A client that gets the end of its answer must not find the answer among those that run.
         self.publish();
         outputs.into_iter().for_each(|output| self.send_output(output, done));
@@ -558,6 +651,9 @@ impl StepLoop {
         self.publish();
         self.answers.drain().for_each(|(_, answer)| answer.fail(error.clone()));
         self.loads.clear();
+        if matches!(error, EngineError::ShuttingDown) {
+            self.save_all();
+        }
         while let Ok(message) = self.messages.try_recv() {
             if let Message::Submit(submitted) = message {
                 submitted.answers.into_iter().for_each(|answer| answer.fail(error.clone()));
@@ -574,6 +670,7 @@ impl StepLoop {
 
     fn publish(&self) {
         let stats = Stats {
+            disk: self.disk.as_ref().map(|disk| disk.stats(&self.scheduler)).unwrap_or_default(),
             running: self.scheduler.num_running(),
             full: self.scheduler.usage(false),
             sliding: self.scheduler.usage(true),

@@ -30,6 +30,7 @@ pub use self::model::{InUse, Model, ModelNames, Stage};
 pub use self::report::{CourtesyReport, EnergyReport, LiveReport, ModelCard, ModelReport};
 pub use self::store::{PullReport, PullStep, Store, StoreError};
 use crate::engine::{ClientId, EngineHandle, EngineState, KeepAlive};
+use crate::kv_disk::KvStore;
 use crate::session::Service;
 
 /// How often a waiting request looks again, because time alone may make room.
@@ -86,6 +87,7 @@ pub struct Library {
     /// `None` = there is one model, which has the device to itself.
     swap: Option<Arc<Swap>>,
     store: Option<Box<dyn Store>>,
+    kv_store: Option<KvStore>,
 }
 
 /// The models, which a library and its swaps share.
@@ -187,6 +189,7 @@ impl Library {
             queue: Arc::default(),
             swap: None,
             store: None,
+            kv_store: None,
         }
     }
 
@@ -216,6 +219,7 @@ impl Library {
                 budget: OnceLock::new(),
             })),
             store: None,
+            kv_store: None,
         }
     }
 
@@ -223,6 +227,17 @@ impl Library {
     #[must_use]
     pub fn with_store(self, store: impl Store + 'static) -> Self {
         Self { store: Some(Box::new(store)), ..self }
+    }
+
+    /// Sets where the models' conversations are kept.
+    #[must_use]
+    pub fn with_kv_store(self, kv_store: Option<KvStore>) -> Self {
+        Self { kv_store, ..self }
+    }
+
+    /// Where the models' conversations are kept. `None` = only in device memory.
+    pub fn kv_store(&self) -> Option<&KvStore> {
+        self.kv_store.as_ref()
     }
 
     /// What downloads and deletes models. `None` = nothing does, or not now.

@@ -26,10 +26,26 @@ fn the_defaults_are_those_of_the_documented_file() {
     assert_eq!(config.memory, Memory { vram: None, gtt: None, reserve: None, ffn_heap: FfnHeap::Auto });
 }
 
+/// The sections of a file, with those inside others as `section.section`.
+fn sections(file: &toml::Table) -> toml::Table {
+    let mut all = toml::Table::new();
+    for (section, options) in file {
+        let (inner, own): (toml::Table, toml::Table) = options
+            .as_table()
+            .expect("a section")
+            .clone()
+            .into_iter()
+            .partition(|(_, value)| value.is_table());
+        all.insert(section.clone(), own.into());
+        all.extend(inner.into_iter().map(|(name, options)| (format!("{section}.{name}"), options)));
+    }
+    all
+}
+
 /// A field of a type `Option` could be missing in the file, and would then be an option that nothing documents.
 #[test]
 fn every_field_of_the_configuration_is_in_the_documented_file() {
-    let defaults: toml::Table = DEFAULT_TOML.parse().expect("TOML");
+    let defaults = sections(&DEFAULT_TOML.parse().expect("TOML"));
     let names = |table: &toml::Table| table.keys().cloned().collect::<BTreeSet<_>>();
     // The error for an unknown field lists the known ones.
     let fields = |text: &str| {
@@ -39,8 +55,27 @@ fn every_field_of_the_configuration_is_in_the_documented_file() {
     assert_eq!(fields("'?' = 1"), names(&defaults));
     for (section, options) in &defaults {
         let options = options.as_table().expect("a section");
-        assert_eq!(fields(&format!("[{section}]\n'?' = 1")), names(options), "{section}");
+        assert_eq!(fields(&format!("['{section}']\n'?' = 1")), names(options), "{section}");
     }
+}
+
+#[test]
+fn a_section_in_a_section_is_read_in_every_layer() {
+    let file = Layer::file("a file", "[kv]\nblock_size = 8\n[kv.disk]\npath = '/a'\nmax_bytes = '2GiB'")
+        .expect("TOML");
+    let variable = ("UNICORN_KV_DISK_PATH".to_owned(), "/b".to_owned());
+    let (environment, warnings) = Layer::environment([variable]).expect("an option");
+    assert!(warnings.is_empty(), "{warnings:?}");
+    let config = Config::from_layers(&[file.clone(), environment]).expect("valid");
+    assert_eq!((config.kv_disk.path.as_deref(), config.kv_disk.max_bytes), (Some("/b"), 2 << 30));
+    assert_eq!(config.kv.block_size, 8);
+    let again = Config::from_toml(&config.to_toml()).expect("the options of another process");
+    assert_eq!(again, config);
+    assert!(config.describe(&[file]).contains("[kv.disk]\n"), "a section as a file has it");
+    let error = from_file("[kv.disk]\npaht = '/a'").expect_err("a misspelt option").to_string();
+    assert!(error.contains("kv.disk.path"), "{error}");
+    let error = from_file("[kv.disk]\nmax_bytes = '3'").expect_err("too few bytes").to_string();
+    assert!(error.contains("kv.disk.max_bytes"), "{error}");
 }
 
 #[test]

@@ -7,6 +7,7 @@ mod daemon;
 mod doctor;
 mod families;
 mod images;
+mod kv_disk;
 mod library;
 mod options;
 mod systemd;

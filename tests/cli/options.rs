@@ -70,10 +70,18 @@ fn options_of_commands() -> BTreeSet<String> {
 /// Every option of the configuration, as `server.port`.
 fn options_of_configuration() -> BTreeSet<String> {
     let defaults: toml::Table = DEFAULT_TOML.parse().expect("TOML");
-    let of = |(section, options): (&String, &toml::Value)| -> Vec<String> {
-        options.as_table().expect("a section").keys().map(|option| format!("{section}.{option}")).collect()
-    };
-    defaults.iter().flat_map(of).collect()
+    fn of(section: &str, options: &toml::Value, all: &mut BTreeSet<String>) {
+        for (option, value) in options.as_table().expect("a section") {
+            let path = format!("{section}.{option}");
+            match value {
+                toml::Value::Table(_) => of(&path, value, all),
+                _ => drop(all.insert(path)),
+            }
+        }
+    }
+    let mut all = BTreeSet::new();
+    defaults.iter().for_each(|(section, options)| of(section, options, &mut all));
+    all
 }
 
 /// The rows of the table: the options (with the command, if any), the run, and the effect that the run shows.
@@ -209,6 +217,7 @@ fn accepted(folder: &Path) -> BTreeMap<&'static str, Vec<String>> {
         ("show", owned(&["show", "org/nothing", "--url", "http://127.0.0.1:9"])),
         ("stop", owned(&["stop", "org/nothing", "--url", "http://127.0.0.1:9"])),
         ("rm", owned(&["rm", "org/nothing", "--url", "http://127.0.0.1:9"])),
+        ("kv clear", owned(&["kv", "clear"])),
         ("models list", owned(&["models", "list", "--models-dir", &nothing])),
         ("models rm", owned(&["models", "rm", "org/nothing", "--models-dir", &nothing])),
         ("npu build-kernels", owned(&["npu", "build-kernels", "--model", &nothing])),

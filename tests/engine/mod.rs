@@ -1,7 +1,10 @@
-//! The engine: scheduling, batches, drafts, images, courtesy, and recovery from lost devices.
+//! The engine: scheduling, batches, drafts, images, courtesy, conversations on disk, and recovery from lost
+//! devices.
 
 mod batching;
 mod courtesy;
+mod disk;
+mod disk_models;
 mod draft;
 mod images;
 mod recovery;

@@ -1575,6 +1575,7 @@ fn the_scheduler_keeps_its_invariants_under_random_operations() {
             turn_blocks: rng.random_range(0..40),
             speculation_tokens: rng.random_range(0..12),
             gap: Duration::from_millis(rng.random_range(1..60)),
+            stores_turns: false,
             draft_model: rng.random(),
         };
         let (mut runner, _) = fake(limits.clone(), config.draft_model);

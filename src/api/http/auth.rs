@@ -164,15 +164,19 @@ fn keys_of(headers: &HeaderMap) -> impl Iterator<Item = &[u8]> {
     bearer.chain(own).filter(|key| !key.is_empty())
 }
 
-/// Identifies clients by 64 bits of an HMAC under a random secret of the process. Without the secret, a known key or address
+/// Identifies clients by 64 bits of an HMAC under a random secret of the process, or under the secret of the folder that keeps
+/// conversations, so that a client finds its own after a restart. Without the secret, a known key or address
 /// cannot be matched to its number, and no collision can be made. Among a million clients, the probability that two have
 /// the same number is 2^-25.
 pub(in crate::api) struct Identities(hmac::Key);
 
 impl Identities {
-    pub fn new() -> Self {
-        let secret = hmac::Key::generate(hmac::HMAC_SHA256, &SystemRandom::new());
-        Self(secret.expect("the system has random numbers"))
+    pub fn new(secret: Option<&[u8; 32]>) -> Self {
+        Self(match secret {
+            Some(secret) => hmac::Key::new(hmac::HMAC_SHA256, secret),
+            None => hmac::Key::generate(hmac::HMAC_SHA256, &SystemRandom::new())
+                .expect("the system has random numbers"),
+        })
     }
 
     pub(in crate::api) fn of_key(&self, key: &Digest) -> ClientId {
@@ -272,7 +276,7 @@ mod tests {
 
     #[test]
     fn clients_are_identified_by_key_or_address_under_a_secret() {
-        let (mine, others) = (Identities::new(), Identities::new());
+        let (mine, others) = (Identities::new(None), Identities::new(None));
         let address = |text: &str| Some(text.parse::<IpAddr>().expect("an address"));
         let all = [
             mine.of_key(&[0; 32]),

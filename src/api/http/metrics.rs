@@ -153,6 +153,22 @@ fn exposition(server: &Server) -> String {
             m.slow_readers.load(Ordering::Relaxed) + server.connections.unread(),
             "Requests given up, since their clients did not read.";
     }
+    if let Some(store) = server.library().kv_store() {
+        let disk = store.stats();
+        families! { out:
+            gauge "unicorn_kv_disk_bytes" = disk.bytes, "Bytes of the conversations on disk.";
+            gauge "unicorn_kv_disk_max_bytes" = disk.max_bytes, "Their bound, kv.disk.max_bytes.";
+            gauge "unicorn_kv_disk_entries" = disk.entries, "Their files.";
+            gauge "unicorn_kv_disk_queued_bytes" = disk.queued_bytes, "Bytes that wait to be written.";
+            counter "unicorn_kv_disk_written_bytes_total" = disk.written_bytes, "Bytes of conversations written.";
+            counter "unicorn_kv_disk_read_bytes_total" = disk.read_bytes, "Bytes of conversations read.";
+            counter "unicorn_kv_disk_evicted_entries_total" = disk.evicted_entries, "Files removed to make room.";
+            counter "unicorn_kv_disk_damaged_entries_total" = disk.damaged_entries,
+                "Files removed because they were damaged.";
+            counter "unicorn_kv_disk_errors_total" = disk.write_errors + disk.read_errors,
+                "Reads and writes that the system refused.";
+        }
+    }
     // The only model of a server has samples before its first request.
     let of_model = |id| if alone.is_some() { Some(m.of_model(id)) } else { m.of_used_model(id) };
     let requests = models.iter().filter_map(|(_, model)| Some((model.id(), of_model(model.id())?)));
@@ -277,6 +293,14 @@ fn of_engines<'a>(out: &mut Exposition<'a>, engines: &[(&'a str, (Arc<Service>, 
         }
     }
     families! { out, engines, (_, stats) =>
+        counter "unicorn_kv_disk_hits_total" = stats.disk.hits, "Answers that began with tokens from the disk.";
+        counter "unicorn_kv_disk_hit_tokens_total" = stats.disk.hit_tokens, "These tokens.";
+        counter "unicorn_kv_disk_failed_reads_total" = stats.disk.failed_reads,
+            "Answers for which reading was given up.";
+        counter "unicorn_kv_disk_slower_reads_total" = stats.disk.slower_reads,
+            "Answers computed because reading was expected to take longer.";
+        counter "unicorn_kv_disk_lost_entries_total" = stats.disk.lost_entries,
+            "Parts of conversations that were not kept.";
         counter "unicorn_num_preemptions_total" = stats.preemptions, "Answers put off for want of blocks.";
         counter "unicorn_device_losses_total" = stats.losses, "Times that the device was lost.";
         counter "unicorn_npu_failures_total" = stats.coprocessor_failures,

@@ -37,6 +37,8 @@ replies! {
         last_error: Option<LastError>,
         guesses?: StatusGuesses,
         kv?: StatusKv,
+        /// Absent if kv.disk.path is not set.
+        kv_disk?: StatusKvDisk,
         engine?: StatusEngine,
         device?: StatusDevice,
         /// Absent if `engine.courtesy` is 1.
@@ -124,6 +126,29 @@ replies! {
         held: usize,
         cached: usize,
         free: usize,
+    }
+
+    /// Conversations on disk, of all models. Counts are totals since the start.
+    struct StatusKvDisk {
+        entries: u64,
+        bytes: u64,
+        max_bytes: u64,
+        /// Bytes that wait to be written.
+        queued_bytes: u64,
+        written_bytes: u64,
+        read_bytes: u64,
+        /// Answers that began with tokens from the disk, and these tokens.
+        hits: u64,
+        hit_tokens: u64,
+        /// Entries that were not kept: the disk was too slow or full, or others needed their blocks.
+        lost_entries: u64,
+        evicted_entries: u64,
+        /// Entries that were removed because their files were damaged.
+        damaged_entries: u64,
+        write_errors: u64,
+        read_errors: u64,
+        /// The last error, until a read or write succeeds.
+        error: Option<String>,
     }
 
     struct StatusEngine {
@@ -240,6 +265,7 @@ pub(in crate::api) async fn status(State(server): State<Arc<Server>>) -> Json<St
             full: stats.full.into(),
             sliding: stats.sliding.into(),
         }),
+        kv_disk: kv_disk(&server),
         engine: engine.as_ref().map(|(stats, limits)| StatusEngine {
             max_sequences: limits.max_sequences,
             steps: stats.steps,
@@ -271,6 +297,33 @@ pub(in crate::api) async fn status(State(server): State<Arc<Server>>) -> Json<St
             let times = live.device.map_or(Vec::new(), |state| state.kernels);
             m.kernels(times).into_iter().map(kernel).collect()
         }),
+    })
+}
+
+/// Conversations on disk.
+fn kv_disk(server: &Server) -> Option<StatusKvDisk> {
+    let store = server.library().kv_store()?.stats();
+    let engines = server.library().engines();
+    let disk = engines.iter().map(|engine| engine.stats().disk);
+    let (hits, hit_tokens, lost) = disk.fold((0, 0, 0), |(hits, tokens, lost), disk| {
+        (hits + disk.hits, tokens + disk.hit_tokens, lost + disk.lost_entries)
+    });
+    Some(StatusKvDisk {
+        entries: store.entries,
+        bytes: store.bytes,
+        max_bytes: store.max_bytes,
+        queued_bytes: store.queued_bytes,
+        written_bytes: store.written_bytes,
+        read_bytes: store.read_bytes,
+        hits,
+        hit_tokens,
+        // The engine counts those that the store refused.
+        lost_entries: lost,
+        evicted_entries: store.evicted_entries,
+        damaged_entries: store.damaged_entries,
+        write_errors: store.write_errors,
+        read_errors: store.read_errors,
+        error: store.error,
     })
 }
 

@@ -33,6 +33,7 @@ use super::log;
 use crate::api::{self, Connections, FILES_PER_CONNECTION, Options, Server, Tls};
 use crate::config::{self, Config};
 use crate::engine::{ClientId, EngineHandle};
+use crate::kv_disk::KvStore;
 use crate::library::{LibraryError, Loaded};
 use crate::text::panic_message;
 
@@ -56,6 +57,8 @@ const WRONG_KEY_PAUSE: Duration = Duration::from_secs(2);
 const DEVICE_TIMEOUT: Duration = Duration::from_secs(60);
 /// How long a client may read nothing of the data that was sent to it.
 const WRITE_STALL: Duration = Duration::from_secs(60);
+/// How long the last turns may take to be written after the engines have ended.
+const LAST_WRITES: Duration = Duration::from_secs(10);
 /// Open files that are not connections: those of the checkpoint, the device and the runtime.
 const OTHER_FILES: u64 = 256;
 /// Longest wait for the end of a load after a signal, because a load cannot always be cancelled.
@@ -77,7 +80,9 @@ pub fn serve(config: &Config, root: Option<&Path>, reload: Reload, log_filter: S
     let courtesy = CourtesyWatch::new(config.engine.courtesy);
     let loads = Loads::default();
     let lease = models::is_of_several(config).then(Arc::default);
+    let kv_store = kv_store(&config.kv_disk)?;
     let shared = Shared {
+        kv_store: kv_store.clone(),
         root: root.map(Path::to_path_buf),
         courtesy: courtesy.clone(),
         log_filter: Mutex::new(log_filter),
@@ -227,6 +232,10 @@ pub fn serve(config: &Config, root: Option<&Path>, reload: Reload, log_filter: S
             None => drop(EndEngine(engine)),
         }
     }
+    if let Some(store) = kv_store.filter(|store| !store.flush(LAST_WRITES)) {
+        let left = store.stats().queued_bytes >> 20;
+        tracing::warn!("{left} MiB of the last turns were not written within {} s", LAST_WRITES.as_secs());
+    }
     tracing::info!("stopped");
     // The runtime does not wait for work for clients that are gone.
     runtime.shutdown_background();
@@ -234,6 +243,20 @@ pub fn serve(config: &Config, root: Option<&Path>, reload: Reload, log_filter: S
         Some(error) => Err(error.into()),
         None => result,
     }
+}
+
+/// The folder that keeps conversations, open. `None` = none is configured.
+fn kv_store(options: &config::KvDisk) -> Result<Option<KvStore>, Error> {
+    let Some(path) = &options.path else { return Ok(None) };
+    let store = KvStore::open(path.as_ref(), options.max_bytes)?;
+    let stats = store.stats();
+    tracing::info!(
+        "conversations are kept in {path}: {} entries, {} MiB of {} MiB; whoever reads the folder can read them",
+        stats.entries,
+        stats.bytes >> 20,
+        stats.max_bytes >> 20
+    );
+    Ok(Some(store))
 }
 
 /// Loads a model in a thread of its own, because the runtime must react to a signal during the load.

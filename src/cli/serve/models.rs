@@ -6,6 +6,8 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
+use sha2::{Digest, Sha256};
+
 use super::courtesy::CourtesyWatch;
 use super::{card, report};
 use crate::checkpoint::ModelFiles;
@@ -16,13 +18,14 @@ use crate::cli::load::Texts;
 use crate::cli::plan::{self, LoadAgain};
 use crate::cli::{load, models, names};
 use crate::config::{self, Config, ServedModel};
-use crate::device::{DeviceFactory, Observer};
-use crate::engine::{EnergyCounter, Engine, EngineConfig, Lease};
+use crate::device::{DeviceFactory, DeviceReport, Observer};
+use crate::engine::{DiskConfig, EnergyCounter, Engine, EngineConfig, Lease, ReadRule};
 use crate::hub::{self, Cache, HubError, ModelName, Progress, Settings};
+use crate::kv_disk::KvStore;
 use crate::library::{
     Library, Listed, Loaded, Loader, Model, ModelNames, PullReport, PullStep, Store, StoreError, Turns,
 };
-use crate::model::{Runner as _, SamplingOptions, arch};
+use crate::model::{Limits, Runner as _, SamplingOptions, arch};
 use crate::text::TemplateKwargs;
 
 /// How many models are pulled at the same time.
@@ -44,6 +47,7 @@ pub struct ModelLoader {
     pub observer: Observer,
     loads: Loads,
     lease: Option<Arc<Lease>>,
+    kv_store: Option<KvStore>,
 }
 
 /// The loads in progress, so that the end of the server cancels them.
@@ -87,6 +91,8 @@ pub struct Shared {
     pub loads: Loads,
     /// The device, if there are several models.
     pub lease: Option<Arc<Lease>>,
+    /// Where conversations are kept.
+    pub kv_store: Option<KvStore>,
 }
 
 /// One of several models that the configuration names, or that was pulled.
@@ -146,6 +152,7 @@ impl Shared {
             observer,
             loads: self.loads.clone(),
             lease: self.lease.clone(),
+            kv_store: self.kv_store.clone(),
         })
     }
 }
@@ -203,6 +210,7 @@ pub fn library(config: &Config, shared: Shared) -> Result<(Library, Arc<Catalogu
         changes: AtomicUsize::new(0),
         pulls: AtomicUsize::new(0),
     });
+    let library = library.with_kv_store(catalogue.shared.kv_store.clone());
     let library = match is_of_several {
         true => library.with_store(Arc::clone(&catalogue)),
         false => library,
@@ -350,6 +358,7 @@ pub fn check(config: &Config) -> Result<String, Error> {
         log_filter: Mutex::default(),
         loads: Loads::default(),
         lease: None,
+        kv_store: None,
     };
     let (library, _) = library(config, shared)?;
     let models = library.models();
@@ -685,6 +694,7 @@ impl ModelLoader {
             idle_unload,
             energy: meter.clone().map(|meter| meter as Arc<dyn EnergyCounter>),
             lease: self.lease.clone(),
+            disk: self.disk(&texts, draft_files.as_ref(), &device, runner.limits()),
             ..load::engine_config(runner.limits(), device.sliding_block_bytes, config, queue)
         };
         let report = report::collect(device, observer, courtesy, meter);
@@ -697,6 +707,45 @@ impl ModelLoader {
         courtesy.start(engine.clone());
         let service = texts.service(engine, config).with_template_kwargs(template_kwargs(&self.served)?);
         Ok(Loaded { service, report })
+    }
+}
+
+impl ModelLoader {
+    /// How the engine keeps conversations. `None` = it does not.
+    fn disk(
+        &self,
+        texts: &Texts,
+        draft: Option<&ModelFiles>,
+        device: &DeviceReport,
+        limits: &Limits,
+    ) -> Option<DiskConfig> {
+        let store = self.kv_store.clone()?;
+        let digest = |files: &ModelFiles| files.hold().ok()?.sampled_digest();
+        let Some(files) =
+            [Some(&self.files), draft].into_iter().flatten().map(digest).collect::<Option<Vec<_>>>()
+        else {
+            tracing::warn!("{:?} keeps no conversations on disk: its files cannot be read", self.model.id());
+            return None;
+        };
+        // Everything that decides the bits of keys and values, but the tokens. What differs only in name is left out.
+        let facts = format!(
+            "{} {} {files:?} {} {} {} {} {} {:?} {:?} {:?} {:?}",
+            env!("CARGO_PKG_VERSION"),
+            env!("SHADER_HASH"),
+            device.device,
+            device.driver,
+            device.weights,
+            device.kv_dtype,
+            limits.kv.block_size,
+            limits.block_bytes,
+            limits.kv.pools.iter().map(|pool| pool.window).collect::<Vec<_>>(),
+            self.config.model.precision,
+            self.config.npu,
+        );
+        let mut model = Sha256::new();
+        model.update(Sha256::digest(facts));
+        model.update(Sha256::digest(texts.template.source()));
+        Some(DiskConfig { store, model: model.finalize().into(), reads: ReadRule::default() })
     }
 }
 

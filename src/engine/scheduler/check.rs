@@ -43,7 +43,7 @@ impl Scheduler {
 
     /// Panics if an invariant of the scheduler is broken.
     pub fn check(&self) {
-        self.blocks.check(self.running.iter().map(|s| &s.table));
+        self.blocks.check(self.running.iter().map(|s| &s.table).chain(self.stored.tables()));
         let mut slots: Vec<u32> = self.free_slots.clone();
         for s in &self.running {
             slots.extend(s.slot);

@@ -30,6 +30,7 @@ impl Scheduler {
             let end = outputs[first..].last().and_then(|output| output.end.as_ref());
             self.commit_blocks(index, was_prefill, end);
             self.clear_suspect(index);
+            self.count_restored(index);
             let sequence = &mut self.running[index];
             self.served.add_mask_time(sequence.request.client, sequence.take_mask_time());
             if end.is_some() {
@@ -60,7 +61,8 @@ impl Scheduler {
         let computed = sequence.computed;
         if matches!(end, Some(Err(_))) {
             let table = std::mem::take(&mut sequence.table);
-            self.blocks.forget(table, self.running.iter_mut().map(|s| &mut s.table));
+            let running = self.running.iter_mut().map(|s| &mut s.table);
+            self.blocks.forget(table, running.chain(self.stored.tables_mut()));
         } else if sequence.request.pooling {
             self.blocks.leave_windows(&mut sequence.table, computed);
         } else {
@@ -71,6 +73,7 @@ impl Scheduler {
             self.blocks.commit(&mut sequence.table, &sequence.tokens[..computed], images);
             if (was_prefill && computed >= sequence.prompt_len) || end.is_some() {
                 self.blocks.end_turn(&sequence.table);
+                self.push_turn(index);
             }
         }
     }

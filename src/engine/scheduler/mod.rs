@@ -6,7 +6,8 @@
 //!
 //! Start with `policy`, which decides which sequences get tokens. The other files serve it: `room` finds slots and
 //! blocks, `draft` gets draft tokens, `fairness` counts the tokens of each client, `step` builds the arrays, `commit`
-//! applies the results, `replay` restarts all sequences after the device was lost, and `check` checks the invariants.
+//! applies the results, `replay` restarts all sequences after the device was lost, `stored` restores texts from the disk, and
+//! `check` checks the invariants.
 //!
 //! A step has a budget of tokens. Prompts are split into chunks (chunked prefill). If other sequences decode in the
 //! same step, the chunks are short enough that the step stays within [`SchedulerConfig::gap`].
@@ -45,11 +46,16 @@ mod policy;
 mod replay;
 mod room;
 mod step;
+mod stored;
+mod turns;
 
 use std::time::Duration;
 
 use self::fairness::Served;
 pub use self::step::{Output, SequenceShare, Step};
+pub(in crate::engine) use self::turns::DiskLookup;
+use self::turns::DiskState;
+pub use self::turns::EndedTurn;
 use super::block_manager::{BlockManager, PoolUse};
 use super::image_slots::ImageSlots;
 use super::request::{ClientId, Priority};
@@ -72,6 +78,8 @@ pub struct SchedulerConfig {
     pub speculation_tokens: usize,
     /// Whether the runner has a draft model. It makes draft tokens if prompt lookup finds none.
     pub draft_model: bool,
+    /// Whether the ends of turns are reported, and sequences are looked up on disk before they start.
+    pub stores_turns: bool,
     /// Whether every block, table and slot is checked after each step; a panic follows if one is wrong. A check takes
     /// longer than all other work of the scheduler for a step.
     pub checks: bool,
@@ -85,6 +93,7 @@ impl Default for SchedulerConfig {
             turn_blocks: usize::MAX,
             speculation_tokens: 16,
             draft_model: false,
+            stores_turns: false,
             checks: true,
         }
     }
@@ -113,6 +122,7 @@ pub struct Scheduler {
     attention_path: u32,
     /// Whether there may be a suspect (see `replay`). All other sequences wait for suspects.
     has_suspects: bool,
+    stored: DiskState,
     drafts: DraftTotals,
     /// Time that the draft model took for the draft tokens of the step that is scheduled next.
     drafting: Duration,
@@ -157,6 +167,7 @@ impl Scheduler {
             engines: 1,
             attention_path: 0,
             has_suspects: false,
+            stored: DiskState::default(),
             drafts: DraftTotals::default(),
             drafting: Duration::ZERO,
         }
@@ -239,6 +250,7 @@ impl Scheduler {
             self.free_slots.extend(sequence.fork_slots.pop());
         } else if let Some(index) = self.waiting.iter().position(|s| s.id == id) {
             let sequence = self.waiting.remove(index);
+            self.drop_restored(sequence.begun_as);
             self.forget_client(sequence.request.client);
         } else if let Some(index) = self.index_of(id) {
             self.end(index);

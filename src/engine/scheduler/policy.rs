@@ -185,16 +185,24 @@ impl Scheduler {
         }
     }
 
-    /// The next waiting sequence to start: an overdue sequence, or else the oldest sequence of the client that got the
-    /// fewest tokens.
+    /// The next waiting sequence to start.
     fn first_in_line(&self, class: Priority) -> Option<usize> {
+        self.first_of(class, |s| self.may_start(s))
+    }
+
+    /// The first in line of the waiting sequences that `is_wanted` selects: an overdue sequence, or else the oldest sequence
+    /// of the client that got the fewest tokens.
+    pub(super) fn first_of(&self, class: Priority, is_wanted: impl Fn(&Sequence) -> bool) -> Option<usize> {
         let turn = |s: &Sequence| {
             let is_overdue = s.is_overdue(self.steps, self.config.patience);
             let served = if is_overdue { 0 } else { self.served.tokens(s.request.client) };
             (!is_overdue, served, s.arrival, s.id)
         };
-        let candidates =
-            self.waiting.iter().enumerate().filter(|(_, s)| s.class() == class && self.may_run(s));
+        let candidates = self
+            .waiting
+            .iter()
+            .enumerate()
+            .filter(|(_, s)| s.class() == class && self.may_run(s) && is_wanted(s));
         candidates.min_by_key(|(_, s)| turn(s)).map(|(index, _)| index)
     }
 }

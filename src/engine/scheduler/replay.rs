@@ -12,7 +12,7 @@ use super::Scheduler;
 use super::step::{SequenceShare, Step};
 use crate::engine::block_manager::BlockManager;
 use crate::engine::image_slots::ImageSlots;
-use crate::engine::sequence::{Sequence, SequenceId};
+use crate::engine::sequence::{OnDisk, Sequence, SequenceId};
 
 impl Scheduler {
     /// The running sequences that have a share in one of these steps.
@@ -53,6 +53,8 @@ impl Scheduler {
             self.put_back(last);
         }
         self.blocks = BlockManager::new(&self.limits.kv, self.config.turn_blocks);
+        self.stored.clear();
+        self.waiting.iter_mut().for_each(|s| (s.on_disk, s.lookups) = (OnDisk::default(), 0));
         self.image_slots = ImageSlots::new(self.limits.images.map_or(0, |images| images.slots));
         self.has_suspects = true;
         let (ended, waiting) = self.waiting.drain(..).partition(|s| faulty.contains(&s.id));

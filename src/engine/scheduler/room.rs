@@ -32,6 +32,10 @@ impl Scheduler {
                 step.step.batch.copies.extend(copies);
                 return Some(index);
             }
+            // Blocks that were read from the disk for a sequence that waits.
+            if self.cancel_restore() {
+                continue;
+            }
             let own = &self.running[index];
             let comes_after = |victim: &usize| self.running[*victim].line() > own.line();
             if let Some(victim) = self.last_in_line(step).filter(comes_after) {
@@ -103,6 +107,7 @@ impl Scheduler {
             self.blocks.admit(known, &request.images, request.priority, &request.cache_salt);
         sequence.table = table;
         (sequence.found, sequence.computed, sequence.submitted) = (cached, cached, cached);
+        self.take_restored(&mut sequence);
         sequence.cached.get_or_insert(cached.min(sequence.prompt_len));
         sequence.slot = self.free_slots.pop();
         let others = self.free_slots.len() - sequence.forks.len();

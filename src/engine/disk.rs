@@ -1,0 +1,469 @@
+//! Conversations on disk: what is written at the ends of turns, and what is read in place of computing it again.
+//!
+//! A text is stored as *entries*: the blocks of one pool in one group of successive blocks, or in the beginning of a group
+//! if the text ends there. The address of an entry is a digest of the model, the salt, all tokens and images up to its end,
+//! and the pool. So texts with the same beginning share its entries, and no salt finds the entries of another.
+//!
+//! ```text
+//! blocks            0 1 2 3 4 5 6 7   8 9 . . . . . .        a text of 10 blocks in groups of 8
+//! no window        | entry         | entry|                  all groups
+//! window           |               | entry|                  the groups that the next token sees
+//! ```
+//!
+//! A sequence can begin after a block if the entries of every pool are there that the next token sees. This is the same
+//! rule as for the prefix cache. What is read becomes a part of the prefix cache, so the sequence then starts like any
+//! other whose text is cached, and its bits are the same.
+//!
+//! Nothing waits for the disk. The store writes in a thread of its own. A thread reads entries, and the engine copies them
+//! to the device between two steps. A turn is stored if its blocks are still in the prefix cache when the engine gets to
+//! it.
+//!
+//! Reading is worth it only if it takes less time than computing. Both are predicted: the time of the steps by [`Pace`], and
+//! the time of reading from the reads before. As long as one of them is unknown, the engine reads. A read that takes
+//! longer than computing would is given up.
+
+use std::collections::{HashSet, VecDeque};
+use std::ops::Range;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, sync_channel};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use sha2::{Digest as _, Sha256};
+
+use super::block_manager::{Digest, NodeRef, UnwrittenBlock, digests};
+use super::pace::{Load, Pace};
+use super::request::{CacheSalt, PromptImage};
+use super::scheduler::{DiskLookup, EndedTurn, Scheduler};
+use super::sequence::SequenceId;
+use super::shared::DiskStats;
+use crate::kv_disk::{Address, KvStore};
+use crate::model::{KvPool, Limits, PoolBlock, Runner, RunnerError, first_seen};
+
+/// Tokens of a group of blocks, if they have no more than [`ENTRY_BYTES`].
+const GROUP_TOKENS: usize = 128;
+/// Bytes of an entry. The next step waits until one entry is copied.
+const ENTRY_BYTES: u64 = 16 << 20;
+/// Bytes that are copied between the device and the host at once. Between two copies, the engine can run a step.
+const PORTION_BYTES: u64 = 8 << 20;
+/// Entries that are read ahead of the device.
+const READ_AHEAD: usize = 2;
+/// Bytes that may wait to be written before the engine reads no more of them from the device.
+const MAX_QUEUED_BYTES: u64 = 128 << 20;
+/// How long a read may take if the time of computing is unknown.
+const LONGEST_READ: Duration = Duration::from_secs(60);
+/// A read may take at least this long, because its prediction is rough.
+const LEAST_READ: Duration = Duration::from_secs(1);
+/// The most sequences that are looked up before a step.
+const MAX_LOOKUPS: usize = 8;
+/// The most entries that wait to be read from the device.
+const MAX_PENDING: usize = 65_536;
+
+/// Where an engine keeps conversations, and which of them are its own.
+#[derive(Debug, Clone)]
+pub struct DiskConfig {
+    pub store: KvStore,
+    /// A digest of everything but the prompt that keys and values depend on: weights, kernels, device, types. Different
+    /// models must have different digests.
+    pub model: [u8; 32],
+    pub reads: ReadRule,
+}
+
+/// When a text on disk is read.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub enum ReadRule {
+    /// If reading is not predicted to take longer than computing.
+    #[default]
+    IfFaster,
+    /// Always: for tests, whose models compute in no time.
+    Always,
+}
+
+/// A group of blocks of one pool that is to be written.
+struct Entry {
+    address: Address,
+    pool: usize,
+    nodes: Vec<NodeRef>,
+}
+
+/// A read in progress.
+struct Restore {
+    sequence: SequenceId,
+    /// The blocks that are wanted of each entry that is still to come, with their indices in it.
+    entries: VecDeque<Vec<(usize, PoolBlock)>>,
+    /// The contents of each entry, in order. `None` = it could not be read.
+    contents: Receiver<Option<Vec<u8>>>,
+    began: Instant,
+    longest: Duration,
+    bytes: u64,
+}
+
+/// An engine's conversations on disk.
+pub(super) struct Disk {
+    config: DiskConfig,
+    limits: Limits,
+    pending: VecDeque<Entry>,
+    /// The addresses of `pending`.
+    is_pending: HashSet<Address>,
+    restore: Option<Restore>,
+    /// Bytes that are read in a second; `None` until the first read.
+    bytes_per_s: Option<f64>,
+    stats: DiskStats,
+}
+
+impl Disk {
+    /// Panics if the runner does not read and write blocks.
+    pub(super) fn new(config: DiskConfig, limits: &Limits) -> Self {
+        assert_eq!(limits.block_bytes.len(), limits.kv.pools.len(), "bytes of the blocks of each pool");
+        Self {
+            config,
+            limits: limits.clone(),
+            pending: VecDeque::new(),
+            is_pending: HashSet::new(),
+            restore: None,
+            bytes_per_s: None,
+            stats: DiskStats::default(),
+        }
+    }
+
+    pub(super) fn stats(&self, scheduler: &Scheduler) -> DiskStats {
+        let (hits, hit_tokens) = scheduler.disk_hits();
+        DiskStats { hits, hit_tokens, ..self.stats }
+    }
+
+    /// Whether entries wait to be read from the device, or to be written to it.
+    pub(super) fn is_busy(&self) -> bool {
+        !self.pending.is_empty() || self.restore.is_some()
+    }
+
+    pub(super) fn is_reading(&self) -> bool {
+        self.restore.is_some()
+    }
+
+    /// Whether entries wait to be read from the device, and the store has a place for them.
+    pub(super) fn can_save(&self) -> bool {
+        !self.pending.is_empty() && self.config.store.stats().queued_bytes < MAX_QUEUED_BYTES
+    }
+
+    pub(super) fn has_pending(&self) -> bool {
+        !self.pending.is_empty()
+    }
+
+    /// Forgets everything in progress, because all blocks are empty.
+    pub(super) fn clear(&mut self) {
+        self.stats.lost_entries += self.pending.len() as u64;
+        self.pending.clear();
+        self.is_pending.clear();
+        self.restore = None;
+    }
+
+    // --- the ends of turns ---
+
+    /// Takes the turns that ended, and finds out which of their entries the store lacks.
+    pub(super) fn take_turns(&mut self, scheduler: &mut Scheduler) {
+        for EndedTurn { salt, tokens, images, nodes } in scheduler.take_turns() {
+            self.stats.turns += 1;
+            let digests = self.digests(&salt, &tokens, &images);
+            let end = nodes.len();
+            for pool in 0..self.limits.kv.pools.len() {
+                for blocks in self.entries(pool, end) {
+                    let address = address(&digests[blocks.end - 1], pool);
+                    if self.config.store.contains(&address) {
+                        self.config.store.touch(&address);
+                    } else if self.is_pending.insert(address) {
+                        self.pending.push_back(Entry { address, pool, nodes: nodes[blocks].to_vec() });
+                    }
+                }
+            }
+        }
+        while self.pending.len() > MAX_PENDING {
+            let oldest = self.pending.pop_front().expect("just counted");
+            self.is_pending.remove(&oldest.address);
+            self.stats.lost_entries += 1;
+        }
+    }
+
+    /// Reads the next entry from the device and gives it to the store. No step may be in flight.
+    pub(super) fn save_next(
+        &mut self,
+        scheduler: &Scheduler,
+        runner: &mut dyn Runner,
+    ) -> Result<(), RunnerError> {
+        let Some(Entry { address, pool, nodes }) = self.pending.pop_front() else { return Ok(()) };
+        self.is_pending.remove(&address);
+        let block = |node: &NodeRef| Some(PoolBlock { pool, block: scheduler.registered(*node, pool)? });
+        let Some(blocks) = nodes.iter().map(block).collect::<Option<Vec<PoolBlock>>>() else {
+            self.stats.lost_entries += 1;
+            return Ok(());
+        };
+        let bytes = blocks.len() * self.limits.block_bytes[pool] as usize;
+        let mut contents = Vec::with_capacity(bytes);
+        for portion in blocks.chunks(self.portion(pool)) {
+            contents.append(&mut runner.read_blocks(portion)?);
+        }
+        self.stats.lost_entries += u64::from(!self.config.store.write(address, contents));
+        Ok(())
+    }
+
+    /// Saves all entries that wait, for at most `patience`.
+    pub(super) fn save_all(
+        &mut self,
+        scheduler: &mut Scheduler,
+        runner: &mut dyn Runner,
+        patience: Duration,
+    ) -> Result<(), RunnerError> {
+        let began = Instant::now();
+        self.take_turns(scheduler);
+        while !self.pending.is_empty() && began.elapsed() < patience {
+            match self.can_save() {
+                true => self.save_next(scheduler, runner)?,
+                false => thread::sleep(Duration::from_millis(5)),
+            }
+        }
+        Ok(())
+    }
+
+    // --- reading ---
+
+    /// Looks up the sequences that start next. Begins to read what the disk has of the first of them, if nothing else is being
+    /// read.
+    pub(super) fn look_up(&mut self, scheduler: &mut Scheduler, pace: &Pace) {
+        for _ in 0..MAX_LOOKUPS {
+            let Some(lookup) = scheduler.next_lookup() else { return };
+            let (id, known) = (lookup.id, lookup.known.tokens);
+            match self.longest(&lookup) {
+                None => scheduler.settle(id),
+                Some(_) if scheduler.is_writing() => scheduler.wait_for_disk(id),
+                Some((end, digests)) => match self.begin(scheduler, pace, id, known, &digests[..end]) {
+                    Some(restore) => self.restore = Some(restore),
+                    None => scheduler.settle(id),
+                },
+            }
+        }
+    }
+
+    /// The longest beginning of a text, longer than what the cache has, whose entries the store has: its number of blocks,
+    /// and the digests of all blocks.
+    fn longest(&self, lookup: &DiskLookup<'_>) -> Option<(usize, Vec<Digest>)> {
+        let &DiskLookup { tokens, images, ref salt, ref known, .. } = lookup;
+        let size = self.limits.kv.block_size;
+        // The logits of the last token are needed, so its block is computed.
+        let most = (tokens.len() - 1) / size;
+        let first = known.tokens / size + 1;
+        if most < first {
+            return None;
+        }
+        let digests = self.digests(salt, &tokens[..most * size], images);
+        let is_known = |pool: usize, index: usize| known.blocks.get(index).is_some_and(|has| has[pool]);
+        let has = |pool: usize, blocks: Range<usize>| {
+            let end = blocks.end;
+            blocks.into_iter().all(|index| is_known(pool, index))
+                || self.config.store.contains(&address(&digests[end - 1], pool))
+        };
+        let pools = 0..self.limits.kv.pools.len();
+        let whole_groups: Vec<Vec<bool>> = pools
+            .clone()
+            .map(|pool| {
+                let group = self.group(pool);
+                (0..most / group).map(|i| has(pool, i * group..(i + 1) * group)).collect()
+            })
+            .collect();
+        let is_there = |pool: usize, blocks: Range<usize>| match whole_groups[pool]
+            .get(blocks.start / self.group(pool))
+        {
+            Some(there) if blocks.len() == self.group(pool) => *there,
+            _ => has(pool, blocks),
+        };
+        let splits_image = |end: usize| {
+            images
+                .iter()
+                .any(|image| (image.positions.start + 1..image.positions.end).contains(&(end * size)))
+        };
+        let is_complete = |end: usize| {
+            // The last entries are rarely there, so they are looked up first.
+            !splits_image(end)
+                && pools
+                    .clone()
+                    .all(|pool| self.entries(pool, end).rev().all(|blocks| is_there(pool, blocks)))
+        };
+        let end = (first..=most).rev().find(|end| is_complete(*end))?;
+        Some((end, digests))
+    }
+
+    /// Reserves blocks for a sequence, and begins to read their contents. `None` if the sequence is to be computed.
+    fn begin(
+        &mut self,
+        scheduler: &mut Scheduler,
+        pace: &Pace,
+        sequence: SequenceId,
+        known: usize,
+        digests: &[Digest],
+    ) -> Option<Restore> {
+        let end = digests.len();
+        let Ok(unwritten) = scheduler.begin_restore(sequence, end) else {
+            self.stats.failed_reads += 1;
+            return None;
+        };
+        let (mut entries, mut reads, mut bytes) = (VecDeque::new(), Vec::new(), 0);
+        for pool in 0..self.limits.kv.pools.len() {
+            let block_bytes = self.limits.block_bytes[pool] as usize;
+            let of_pool: Vec<&UnwrittenBlock> = unwritten.iter().filter(|block| block.pool == pool).collect();
+            for blocks in self.entries(pool, end) {
+                let wanted: Vec<(usize, PoolBlock)> = of_pool
+                    .iter()
+                    .filter(|unwritten| blocks.contains(&unwritten.index))
+                    .map(|unwritten| {
+                        (unwritten.index - blocks.start, PoolBlock { pool, block: unwritten.block })
+                    })
+                    .collect();
+                if !wanted.is_empty() {
+                    entries.push_back(wanted);
+                    reads.push((address(&digests[blocks.end - 1], pool), blocks.len() * block_bytes));
+                    bytes += (blocks.len() * block_bytes) as u64;
+                }
+            }
+        }
+        let computing = self.time_to_compute(pace, known..end * self.limits.kv.block_size);
+        let reading = self.bytes_per_s.map(|rate| Duration::from_secs_f64(bytes as f64 / rate));
+        let is_slower = reading.zip(computing).is_some_and(|(reading, computing)| reading > computing);
+        if is_slower && self.config.reads == ReadRule::IfFaster {
+            self.stats.slower_reads += 1;
+            // The disk may become faster. After some such texts, one is read again.
+            self.bytes_per_s = self.bytes_per_s.map(|rate| 1.1 * rate);
+            scheduler.cancel_restore();
+            return None;
+        }
+        let Some(contents) = read_ahead(&self.config.store, reads) else {
+            self.stats.failed_reads += 1;
+            scheduler.cancel_restore();
+            return None;
+        };
+        let longest = computing.map_or(LONGEST_READ, |computing| computing.max(LEAST_READ));
+        Some(Restore { sequence, entries, contents, began: Instant::now(), longest, bytes })
+    }
+
+    /// Writes to the device what was read, for about `budget` if there is more. If nothing was read yet, waits for `patience`.
+    /// No step may be in flight.
+    pub(super) fn write_next(
+        &mut self,
+        scheduler: &mut Scheduler,
+        runner: &mut dyn Runner,
+        budget: Duration,
+        mut patience: Duration,
+    ) -> Result<(), RunnerError> {
+        let began = Instant::now();
+        while let Some(restore) = &mut self.restore {
+            // Its client has left, or a running sequence needed the blocks.
+            if !scheduler.is_restoring(restore.sequence) {
+                scheduler.settle(restore.sequence);
+                self.stats.failed_reads += 1;
+                self.restore = None;
+                break;
+            }
+            if restore.entries.is_empty() {
+                let seconds = restore.began.elapsed().as_secs_f64().max(1e-6);
+                let rate = restore.bytes as f64 / seconds;
+                self.bytes_per_s = Some(self.bytes_per_s.map_or(rate, |before| 0.5 * (before + rate)));
+                self.restore = None;
+                scheduler.finish_restore();
+                break;
+            }
+            let contents = match restore.contents.recv_timeout(patience) {
+                Ok(Some(contents)) => contents,
+                Err(RecvTimeoutError::Timeout) if restore.began.elapsed() <= restore.longest => break,
+                Ok(None) | Err(_) => {
+                    let is_late = restore.began.elapsed() > restore.longest;
+                    let sequence = restore.sequence;
+                    self.stats.failed_reads += 1;
+                    self.restore = None;
+                    scheduler.cancel_restore();
+                    match is_late {
+                        true => scheduler.settle(sequence),
+                        false => scheduler.look_up_again(sequence),
+                    }
+                    break;
+                }
+            };
+            patience = Duration::ZERO;
+            let wanted = restore.entries.pop_front().expect("not empty");
+            let pool = wanted[0].1.pool;
+            let block_bytes = self.limits.block_bytes[pool] as usize;
+            for portion in wanted.chunks(self.portion(pool)) {
+                let blocks: Vec<PoolBlock> = portion.iter().map(|(_, block)| *block).collect();
+                let of_blocks = portion
+                    .iter()
+                    .flat_map(|(index, _)| &contents[index * block_bytes..(index + 1) * block_bytes]);
+                runner.write_blocks(&blocks, &of_blocks.copied().collect::<Vec<u8>>())?;
+            }
+            if began.elapsed() >= budget {
+                break;
+            }
+        }
+        Ok(())
+    }
+
+    /// The predicted time of the steps that compute these positions. `None` after too few steps.
+    fn time_to_compute(&self, pace: &Pace, positions: Range<usize>) -> Option<Duration> {
+        let most = self.limits.max_batch_tokens;
+        let steps = positions.clone().step_by(most);
+        steps.map(|start| pace.predict(Load::default().with(start, most.min(positions.end - start)))).sum()
+    }
+
+    // --- entries ---
+
+    fn digests(&self, salt: &CacheSalt, tokens: &[u32], images: &[PromptImage]) -> Vec<Digest> {
+        digests(salt.digest(&self.config.model), self.limits.kv.block_size, tokens, images)
+    }
+
+    /// The number of blocks of a group. In a pool with a window, a group is at most a quarter of the window: the first group
+    /// begins before the window, and its blocks are the first to be evicted.
+    fn group(&self, pool: usize) -> usize {
+        let size = self.limits.kv.block_size;
+        let KvPool { window, .. } = self.limits.kv.pools[pool];
+        let of_window = window.map_or(usize::MAX, |window| window / size / 4);
+        let of_bytes = (ENTRY_BYTES / self.limits.block_bytes[pool].max(1)) as usize;
+        (GROUP_TOKENS / size).min(of_window).min(of_bytes).max(1)
+    }
+
+    /// The blocks of each entry of a pool that a sequence needs to begin after `end` blocks.
+    fn entries(&self, pool: usize, end: usize) -> impl DoubleEndedIterator<Item = Range<usize>> + use<> {
+        let group = self.group(pool);
+        let size = self.limits.kv.block_size;
+        let first = first_seen(self.limits.kv.pools[pool].window, end * size) / size;
+        // A pool without layers has nothing to store.
+        let end = if self.limits.block_bytes[pool] == 0 { 0 } else { end };
+        let groups = (first / group).min(end.div_ceil(group))..end.div_ceil(group);
+        groups.map(move |i| i * group..end.min((i + 1) * group))
+    }
+
+    /// The number of blocks of a pool that are copied at once.
+    fn portion(&self, pool: usize) -> usize {
+        (PORTION_BYTES / self.limits.block_bytes[pool].max(1)).max(1) as usize
+    }
+}
+
+/// The address of the entry of a pool that ends with the block of this digest.
+fn address(digest: &Digest, pool: usize) -> Address {
+    let mut hasher = Sha256::new();
+    hasher.update(digest);
+    hasher.update((pool as u64).to_le_bytes());
+    Address::new(hasher.finalize().into())
+}
+
+/// Reads entries in a thread of its own, until the receiver is dropped. `None` if the system has no thread. If an entry cannot
+/// be read, the ones after it are read only so that the store finds all damaged ones.
+fn read_ahead(store: &KvStore, reads: Vec<(Address, usize)>) -> Option<Receiver<Option<Vec<u8>>>> {
+    let (sender, receiver) = sync_channel(READ_AHEAD);
+    let store = store.clone();
+    let read = move || {
+        let mut has_failed = false;
+        for (address, bytes) in reads {
+            let contents = store.read(&address, bytes);
+            has_failed |= contents.is_none();
+            if sender.send(contents).is_err() && !has_failed {
+                return;
+            }
+        }
+    };
+    thread::Builder::new().name("kv reader".into()).spawn(read).ok()?;
+    Some(receiver)
+}
