@@ -232,7 +232,7 @@ impl Disk {
             let (id, known) = (lookup.id, lookup.known.tokens);
             match self.longest(&lookup) {
                 None => scheduler.settle(id),
-                Some(_) if scheduler.is_writing() => scheduler.wait_for_disk(id),
+                Some(_) if !scheduler.may_begin_restore() => scheduler.wait_for_disk(id),
                 Some((end, digests)) => match self.begin(scheduler, pace, id, known, &digests[..end]) {
                     Some(restore) => self.restore = Some(restore),
                     None => scheduler.settle(id),

@@ -78,7 +78,7 @@ impl Scheduler {
 
     /// The waiting sequence that starts next, if there is a place for it and it was not looked up on disk.
     pub(in crate::engine) fn next_lookup(&mut self) -> Option<DiskLookup<'_>> {
-        let is_free = !self.is_writing();
+        let is_free = self.may_begin_restore();
         let is_wanted = |s: &Sequence| {
             !self.may_start(s) && !self.is_restoring(s.begun_as) && (is_free || s.on_disk != OnDisk::Waits)
         };
@@ -123,9 +123,15 @@ impl Scheduler {
         self.waiting.iter_mut().for_each(|sequence| sequence.on_disk = OnDisk::Settled);
     }
 
-    /// Whether reserved blocks are not written yet.
-    pub(in crate::engine) fn is_writing(&self) -> bool {
-        self.stored.restored.as_ref().is_some_and(|restored| !restored.is_complete)
+    /// Whether a restore may begin: not while blocks of another one are written, nor before its sequence has started. A
+    /// background sequence that cannot start now does not count.
+    pub(in crate::engine) fn may_begin_restore(&self) -> bool {
+        let class = self.class();
+        let will_start = |id: SequenceId| {
+            self.waiting.iter().any(|s| s.begun_as == id && s.class() == class && self.may_run(s))
+        };
+        let restored = self.stored.restored.as_ref();
+        restored.is_none_or(|restored| restored.is_complete && !will_start(restored.sequence))
     }
 
     /// Reserves the blocks that a sequence needs after its first `blocks` blocks. Returns those that must be written. The
@@ -135,7 +141,7 @@ impl Scheduler {
         id: SequenceId,
         blocks: usize,
     ) -> Result<Vec<UnwrittenBlock>, NoRoom> {
-        assert!(!self.is_writing(), "a restore while blocks of another one are written");
+        assert!(self.may_begin_restore(), "another restore has not ended");
         self.cancel_restore();
         let sequence = self.waiting.iter().find(|s| s.begun_as == id).ok_or(NoRoom)?;
         let (tokens, request) = (&sequence.tokens, &sequence.request);
