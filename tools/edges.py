@@ -11,10 +11,12 @@ time (a health check within a second, an exit within five), so they are not part
 because the machine is busy.
 """
 
+import contextlib
 import http.client
 import json
 import os
 import pty
+import random
 import shutil
 import signal
 import socket
@@ -26,7 +28,9 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from edge_server import ANSWER_SECONDS, BINARY, LAB, ROOT, START_SECONDS, Server, health_within_a_second, loses_its_log_and_nothing_else
+from edge_server import (
+    ANSWER_SECONDS, BINARY, LAB, ROOT, START_SECONDS, Server, health_within_a_second, loses_its_log_and_nothing_else, text_of,
+)
 from fault_edges import FAULT_EDGES
 
 ALICE, BOB = "sk-alice-0123456789abcdef", "sk-bob-0123456789abcdef"
@@ -290,7 +294,68 @@ def interrupted_on_a_terminal():
         return "erased twice, with a message about how to resume"
 
 
+def kept_on_disk(server):
+    return json.loads(server.send("GET", "/status")[1])["kv_disk"]
+
+
+def conversations_on_a_killed_server(kills=50):
+    words = [f"word{i}" for i in range(90)]
+    texts = [" ".join(words[i:] + words[:i]) for i in range(0, 80, 20)]
+    with Server() as server:
+        expected = [text_of(server.answer(text, max_tokens=20)) for text in texts]
+    rng = random.Random(5)
+    with tempfile.TemporaryDirectory(prefix="unicorn-kv-") as folder:
+        disk = {"UNICORN_KV_DISK_PATH": str(Path(folder) / "kv")}
+        damaged = hits = 0
+        for _ in range(kills):
+            with Server(environment=disk) as server, ThreadPoolExecutor(4) as pool:
+                answers = [pool.submit(server.answer, text, max_tokens=20) for text in texts]
+                rng.shuffle(answers)
+                assert text_of(answers[0].result()) in expected
+                time.sleep(rng.random() * 0.1)
+                kept = kept_on_disk(server)
+                damaged, hits = damaged + kept["damaged_entries"], hits + kept["hits"]
+                server.process.kill()
+        with Server(environment=disk) as server:
+            assert [text_of(server.answer(text, max_tokens=20)) for text in texts] == expected
+            damaged += kept_on_disk(server)["damaged_entries"]
+        assert damaged == 0 and hits > kills, (damaged, hits)
+        return f"{kills} times killed: no damaged entry, {hits} answers began with tokens from the disk"
+
+
+def conversations_on_a_full_disk():
+    def texts(client):
+        return [f"Client {client} asks {i}: " + " ".join(f"word{(client * 31 + i * 7 + k) % 97}" for k in range(120)) for i in range(4)]
+
+    def ask(server, client):
+        return [text_of(server.answer(text, max_tokens=20)) for text in texts(client)]
+
+    with Server() as server, ThreadPoolExecutor(8) as pool:
+        expected = list(pool.map(ask, [server] * 8, range(8)))
+    with tempfile.TemporaryDirectory(prefix="unicorn-kv-") as folder:
+        try:
+            subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4M", "tmpfs", folder], check=True, capture_output=True)
+        except (subprocess.CalledProcessError, FileNotFoundError):
+            return "not run: it mounts a file system, which needs root"
+        try:
+            with Server(environment={"UNICORN_KV_DISK_PATH": str(Path(folder) / "kv")}) as server, ThreadPoolExecutor(8) as pool:
+                # Others take all of the disk while the server writes.
+                with open(Path(folder) / "foreign", "wb", buffering=0) as foreign:
+                    with contextlib.suppress(OSError):
+                        while True:
+                            foreign.write(bytes(1 << 16))
+                    answers = list(pool.map(ask, [server] * 8, range(8)))
+                    kept = kept_on_disk(server)
+                assert answers == expected, "other answers than without a disk"
+                assert kept["write_errors"] > 0 and "No space" in kept["error"], kept
+                assert "are not kept" in server.logged(), "no line in the log"
+            return f"{kept['write_errors']} refused writes, {kept['lost_entries']} entries not kept, 32 of 32 answers the same"
+        finally:
+            subprocess.run(["umount", folder], check=True)
+
+
 EDGES = [
+    conversations_on_a_killed_server, conversations_on_a_full_disk,
     log_reader_gone, log_pipe_full, sighup_without_tls, dribbling_bodies, key_rotation, two_keys_and_one_text, burst,
     doubling_template, large_tools, watched_while_idle, bounds_of_the_configuration, interrupted_on_a_terminal, *FAULT_EDGES,
 ]

@@ -3,7 +3,8 @@
 //! The scheduler does no I/O. It reports the ends of turns ([`Scheduler::take_turns`]), and which waiting sequence comes
 //! next and was not looked up ([`Scheduler::next_lookup`]). If the disk has more of its text than the prefix cache, the
 //! engine reserves blocks ([`Scheduler::begin_restore`]), writes them, and adds them to the cache
-//! ([`Scheduler::finish_restore`]). The sequence waits meanwhile, and others may overtake it. Then it starts like any sequence whose text is cached.
+//! ([`Scheduler::finish_restore`]). The sequence waits meanwhile, and others may overtake it. Then it starts like any
+//! sequence whose text is cached.
 //!
 //! There is one restore at a time. Its blocks are reserved until the sequence starts, or until the next restore begins. If a
 //! running sequence needs their room, they are released first.
