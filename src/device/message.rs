@@ -73,6 +73,9 @@ pub(super) enum Call<'a> {
     WriteBlocks(Cow<'a, [PoolBlock]>, Bytes<'a>),
 }
 
+/// The most bytes of a KV block that a message can have. A message has a whole block.
+pub const MAX_BLOCK_BYTES: u64 = 48 << 20;
+
 /// The facts about the child's runner, sent once.
 #[derive(Serialize, Deserialize)]
 pub(super) struct Ready {

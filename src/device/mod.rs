@@ -31,7 +31,7 @@ pub use child::{LoadTask, LoadedModel, OnProgress, run};
 pub use connection::{Connection, ConnectionError};
 pub use factory::{DeviceFactory, Exclusive, Observer, StartError};
 pub use loading::Loading;
-pub use message::Refusal;
+pub use message::{MAX_BLOCK_BYTES, Refusal};
 pub use process::DeviceProcess;
 pub use report::{
     DeviceReport, DeviceState, HeapReport, KernelTime, Metric, NpuReport, Place, Placed, SelfTested,

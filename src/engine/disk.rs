@@ -14,8 +14,9 @@
 //! rule as for the prefix cache. What is read becomes a part of the prefix cache, so the sequence then starts like any
 //! other whose text is cached, and its bits are the same.
 //!
-//! Nothing waits for the disk. The store writes in a thread of its own. A thread reads entries, and the engine copies them
-//! to the device between two steps. A turn is stored if its blocks are still in the prefix cache when the engine gets to
+//! A sequence waits for the disk only if the disk has a part of its text. The store writes in a thread of its own. A thread
+//! reads entries, and the engine copies them to the device between two steps. One text is read at a time, and an interactive
+//! sequence does not wait for the text of a background one. A turn is stored if its blocks are still in the prefix cache when the engine gets to
 //! it.
 //!
 //! Reading is worth it only if it takes less time than computing. Both are predicted: the time of the steps by [`Pace`], and
@@ -33,7 +34,7 @@ use sha2::{Digest as _, Sha256};
 use super::block_manager::{Digest, NodeRef, UnwrittenBlock, digests};
 use super::pace::{Load, Pace};
 use super::request::{CacheSalt, PromptImage};
-use super::scheduler::{DiskLookup, EndedTurn, Scheduler};
+use super::scheduler::{DiskLookup, EndedTurn, ForgottenText, Scheduler};
 use super::sequence::SequenceId;
 use super::shared::DiskStats;
 use crate::kv_disk::{Address, KvStore};
@@ -54,7 +55,7 @@ const LONGEST_READ: Duration = Duration::from_secs(60);
 /// A read may take at least this long, because its prediction is rough.
 const LEAST_READ: Duration = Duration::from_secs(1);
 /// The most sequences that are looked up before a step.
-const MAX_LOOKUPS: usize = 8;
+const LOOKUPS_AT_ONCE: usize = 8;
 /// The most entries that wait to be read from the device.
 const MAX_PENDING: usize = 65_536;
 
@@ -93,7 +94,8 @@ struct Restore {
     /// The contents of each entry, in order. `None` = it could not be read.
     contents: Receiver<Option<Vec<u8>>>,
     began: Instant,
-    longest: Duration,
+    /// The read is given up after this time.
+    most: Duration,
     bytes: u64,
 }
 
@@ -175,11 +177,26 @@ impl Disk {
                 }
             }
         }
+        for ForgottenText { salt, tokens, images } in scheduler.take_forgotten() {
+            self.forget(&salt, &tokens, &images);
+        }
         while self.pending.len() > MAX_PENDING {
             let oldest = self.pending.pop_front().expect("just counted");
             self.is_pending.remove(&oldest.address);
             self.stats.lost_entries += 1;
         }
+    }
+
+    /// Removes the entries that begin a text. Without one of them, nothing that begins with the first group of blocks is found.
+    fn forget(&mut self, salt: &CacheSalt, tokens: &[u32], images: &[PromptImage]) {
+        let pools = 0..self.limits.kv.pools.len();
+        let most = pools.clone().map(|pool| self.group(pool)).max().unwrap_or(0) * self.limits.kv.block_size;
+        let digests = self.digests(salt, &tokens[..most.min(tokens.len())], images);
+        let addresses: Vec<Address> =
+            digests.iter().flat_map(|digest| pools.clone().map(|pool| address(digest, pool))).collect();
+        self.pending.retain(|entry| !addresses.contains(&entry.address));
+        self.is_pending.retain(|pending| !addresses.contains(pending));
+        self.config.store.remove(addresses);
     }
 
     /// Reads the next entry from the device and gives it to the store. No step may be in flight.
@@ -227,7 +244,8 @@ impl Disk {
     /// Looks up the sequences that start next. Begins to read what the disk has of the first of them, if nothing else is being
     /// read.
     pub(super) fn look_up(&mut self, scheduler: &mut Scheduler, pace: &Pace) {
-        for _ in 0..MAX_LOOKUPS {
+        self.drop_lost_read(scheduler);
+        for _ in 0..LOOKUPS_AT_ONCE {
             let Some(lookup) = scheduler.next_lookup() else { return };
             let (id, known) = (lookup.id, lookup.known.tokens);
             match self.longest(&lookup) {
@@ -238,6 +256,14 @@ impl Disk {
                     None => scheduler.settle(id),
                 },
             }
+        }
+    }
+
+    /// Ends the read of a sequence whose client has left, or whose blocks a running sequence needed.
+    fn drop_lost_read(&mut self, scheduler: &mut Scheduler) {
+        if let Some(restore) = self.restore.take_if(|restore| !scheduler.is_restoring(restore.sequence)) {
+            scheduler.settle(restore.sequence);
+            self.stats.failed_reads += 1;
         }
     }
 
@@ -337,8 +363,8 @@ impl Disk {
             scheduler.cancel_restore();
             return None;
         };
-        let longest = computing.map_or(LONGEST_READ, |computing| computing.max(LEAST_READ));
-        Some(Restore { sequence, entries, contents, began: Instant::now(), longest, bytes })
+        let most = computing.map_or(LONGEST_READ, |computing| computing.max(LEAST_READ));
+        Some(Restore { sequence, entries, contents, began: Instant::now(), most, bytes })
     }
 
     /// Writes to the device what was read, for about `budget` if there is more. If nothing was read yet, waits for `patience`.
@@ -351,14 +377,8 @@ impl Disk {
         mut patience: Duration,
     ) -> Result<(), RunnerError> {
         let began = Instant::now();
+        self.drop_lost_read(scheduler);
         while let Some(restore) = &mut self.restore {
-            // Its client has left, or a running sequence needed the blocks.
-            if !scheduler.is_restoring(restore.sequence) {
-                scheduler.settle(restore.sequence);
-                self.stats.failed_reads += 1;
-                self.restore = None;
-                break;
-            }
             if restore.entries.is_empty() {
                 let seconds = restore.began.elapsed().as_secs_f64().max(1e-6);
                 let rate = restore.bytes as f64 / seconds;
@@ -367,11 +387,11 @@ impl Disk {
                 scheduler.finish_restore();
                 break;
             }
+            let is_late = restore.began.elapsed() > restore.most;
             let contents = match restore.contents.recv_timeout(patience) {
-                Ok(Some(contents)) => contents,
-                Err(RecvTimeoutError::Timeout) if restore.began.elapsed() <= restore.longest => break,
-                Ok(None) | Err(_) => {
-                    let is_late = restore.began.elapsed() > restore.longest;
+                Ok(Some(contents)) if !is_late => contents,
+                Err(RecvTimeoutError::Timeout) if !is_late => break,
+                Ok(_) | Err(_) => {
                     let sequence = restore.sequence;
                     self.stats.failed_reads += 1;
                     self.restore = None;

@@ -293,11 +293,12 @@ impl StepLoop {
     /// Stores a part of the turns that ended, and reads a part of what the next sequence needs, between two steps.
     fn use_disk(&mut self) -> Result<(), RunnerError> {
         let Some(disk) = &mut self.disk else { return Ok(()) };
+        // This reserves blocks. A sequence that was not looked up does not start, also while others decode without a pause.
+        disk.look_up(&mut self.scheduler, &self.pace);
         if !self.in_flight.is_empty() || self.held.is_some() {
             return Ok(());
         }
         let runner = self.runner.loaded();
-        disk.look_up(&mut self.scheduler, &self.pace);
         disk.write_next(&mut self.scheduler, runner, DISK_BUDGET, Duration::ZERO)?;
         if !disk.is_reading() && disk.can_save() {
             disk.save_next(&self.scheduler, runner)?;
@@ -323,7 +324,9 @@ impl StepLoop {
                 }
                 // If a request waits already, the span of energy continues.
                 let message = self.messages.try_recv().or_else(|_| {
-                    if let Some(disk) = self.disk.as_ref().filter(|disk| disk.has_pending()) {
+                    // An unload saves for a bounded time.
+                    let is_wanted = !self.shared.unload_now.load(Ordering::Acquire);
+                    if let Some(disk) = self.disk.as_ref().filter(|disk| is_wanted && disk.has_pending()) {
                         let patience = if disk.can_save() { Duration::ZERO } else { STORE_PAUSE };
                         let message = self.messages.recv_timeout(patience);
                         return message.map_err(|error| match error {
@@ -510,9 +513,13 @@ impl StepLoop {
                 self.turn = None;
                 return Ok(waited + preparing + began.elapsed());
             }
-            if self.disk.is_some() && self.scheduler.wants_lookup() {
-                // Whatever keeps sequences from being looked up must not keep them from being answered.
-                self.scheduler.settle_all();
+            if let Some(disk) = self.disk.as_mut().filter(|_| self.scheduler.wants_lookup()) {
+                // They have a place since others were preempted.
+                disk.look_up(&mut self.scheduler, &self.pace);
+                if self.scheduler.wants_lookup() && !disk.is_reading() {
+                    // Whatever keeps sequences from being looked up must not keep them from being answered.
+                    self.scheduler.settle_all();
+                }
                 return Ok(waited + preparing);
             }
             self.scheduler.expect_idle();

@@ -6,6 +6,7 @@
 //!
 //! ```text
 //! DIR/lock              locked (`flock`) by the process that uses the folder
+//!    /secret            32 random bytes, which stay when the entries are removed
 //!    /ab/cdef….kv       an entry: 2 and 62 hexadecimal digits of its address
 //!    /ab/cdef….kv.tmp   an entry that is being written
 //! ```

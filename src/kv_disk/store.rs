@@ -119,6 +119,8 @@ impl KvStore {
                 None
             }
             Err(Unreadable::Io(error)) => {
+                // It is not read again, so that a bad sector costs one read. The file stays.
+                shared.state().index.forget(address, inserted);
                 shared.read_failed("read from", &error);
                 None
             }
@@ -154,6 +156,28 @@ impl KvStore {
     pub fn flush(&self, patience: Duration) -> bool {
         let is_busy = |state: &mut State| state.is_writing || !state.queue.is_empty();
         !self.shared().wait_while(patience, is_busy)
+    }
+
+    /// Removes entries that must not be read again, also from the queue. Returns immediately: a thread removes the files.
+    pub fn remove(&self, addresses: Vec<Address>) {
+        let shared = Arc::clone(&self.closing.0);
+        {
+            let mut state = shared.state();
+            for address in &addresses {
+                state.index.remove(address);
+                state.drop_queued(address);
+            }
+        }
+        let remove = move || {
+            for address in &addresses {
+                let _files = shared.lock_files();
+                if let Err(error) = shared.folder.remove(address) {
+                    shared.read_failed("remove a file of", &error);
+                }
+            }
+        };
+        // Without a thread, the files stay until they are found at the next start.
+        drop(std::thread::Builder::new().name("kv remover".into()).spawn(remove));
     }
 
     /// Removes all entries, also those in the queue. Returns what was removed from the disk.
@@ -319,6 +343,16 @@ impl State {
     fn drop_queue(&mut self) {
         for job in std::mem::take(&mut self.queue) {
             self.queued.remove(&job.address);
+            self.queued_bytes -= job.bytes();
+            self.counts.dropped_entries += 1;
+        }
+    }
+
+    /// Drops an entry from the queue. If it is being written, it is dropped when it is complete.
+    fn drop_queued(&mut self, address: &Address) {
+        self.queued.remove(address);
+        if let Some(index) = self.queue.iter().position(|job| job.address == *address) {
+            let job = self.queue.remove(index).expect("just found");
             self.queued_bytes -= job.bytes();
             self.counts.dropped_entries += 1;
         }
@@ -612,8 +646,11 @@ impl Writer {
 
     fn commit(&self, subfolder: &OwnedFd, names: &Names, job: &Job) -> io::Result<bool> {
         let _files = self.0.lock_files();
-        if self.0.state().clears != job.clears {
-            return Ok(false);
+        {
+            let state = self.0.state();
+            if state.clears != job.clears || !state.queued.contains(&job.address) {
+                return Ok(false);
+            }
         }
         rustix::fs::renameat(subfolder, &names.temporary, subfolder, &names.entry)?;
         self.0.state().index.insert(job.address, job.bytes());
@@ -730,7 +767,7 @@ impl Folder {
         }
     }
 
-    /// Reads an entry, and records its use in the time of its file.
+    /// The secret of the folder, which is made if there is none.
     fn secret(&self) -> io::Result<[u8; 32]> {
         let open = |flags| rustix::fs::openat(&self.root, SECRET_NAME, SAFE | flags, Mode::RUSR | Mode::WUSR);
         let mut secret = [0; 32];
@@ -754,6 +791,7 @@ impl Folder {
         Ok(secret)
     }
 
+    /// Reads an entry, and records its use in the time of its file.
     fn read(&self, address: &Address, bytes: usize) -> Result<Vec<u8>, Unreadable> {
         let names = Names::of(address);
         let open = || {

@@ -53,17 +53,28 @@ struct Options {
     model: [u8; 32],
     with_draft: bool,
     idle_unload: Option<Duration>,
+    /// Blocks of the pool with a window.
+    sliding: usize,
+    speculation_tokens: usize,
 }
 
-const USUAL: Options = Options { max_bytes: PLENTY, model: MODEL, with_draft: false, idle_unload: None };
+const USUAL: Options = Options {
+    max_bytes: PLENTY,
+    model: MODEL,
+    with_draft: false,
+    idle_unload: None,
+    sliding: 64,
+    speculation_tokens: 16,
+};
 
 impl Server {
     fn start(folder: &Path, options: Options) -> Self {
-        let Options { max_bytes, model, with_draft, idle_unload } = options;
+        let Options { max_bytes, model, with_draft, idle_unload, sliding, speculation_tokens } = options;
+        let limits = Limits { kv: kv_with(200, sliding), ..limits() };
         let make = move || {
             let (runner, control) = match with_draft {
-                true => FakeRunner::with_draft(limits(), mixed(IDS), 1),
-                false => FakeRunner::new(limits(), mixed(IDS)),
+                true => FakeRunner::with_draft(limits.clone(), mixed(IDS), 1),
+                false => FakeRunner::new(limits.clone(), mixed(IDS)),
             };
             (runner.with_disk(), control)
         };
@@ -72,7 +83,8 @@ impl Server {
         let store = KvStore::open(folder, max_bytes).unwrap();
         let disk = Some(DiskConfig { store: store.clone(), model, reads: ReadRule::Always });
         // Longer than any step, so that the size of chunks does not depend on the load of the machine.
-        let scheduler = SchedulerConfig { gap: Duration::from_secs(600), ..SchedulerConfig::default() };
+        let gap = Duration::from_secs(600);
+        let scheduler = SchedulerConfig { gap, speculation_tokens, ..SchedulerConfig::default() };
         let config = EngineConfig { queue: 16, scheduler, disk, idle_unload, ..EngineConfig::default() };
         let engine = Engine::start_recoverable(runner, factory, Default::default(), config);
         Self { engine, control, store }
@@ -345,6 +357,67 @@ fn interactive_requests_do_not_wait_for_a_background_request_with_a_text_on_disk
     }
     assert_all_free(&second.engine);
     second.stop();
+}
+
+/// Whether a request that arrives while another one decodes shares a step with it. Its text is on the disk if `is_stored`.
+fn joins_a_long_answer(is_stored: bool, sliding: usize) -> bool {
+    let folder = tempfile::tempdir().unwrap();
+    let options = Options { sliding, speculation_tokens: 0, ..USUAL };
+    let path = folder.path().join("kv");
+    let text = prompt(90, 2);
+    if is_stored {
+        let first = Server::start(&path, options);
+        first.answer(request(&text, 8));
+        first.stop();
+    }
+    let server = Server::start(&path, options);
+    server.control.allow(20);
+    // Ids that the script does not end.
+    let mut long =
+        server.engine.submit(Request { max_tokens: Some(150), ..Request::new(prompt(9, 1)) }).unwrap();
+    server.control.submitted(20);
+    let mut late = server.engine.submit(request(&text, 8)).unwrap();
+    // The answer is far from its end, and all of its prompt is stored.
+    server.control.allow(usize::MAX);
+    assert_eq!(collect(&mut late).0, expected(&text, 8));
+    let shared = server.control.batches().iter().any(|batch| batch.sequences.len() == 2);
+    assert!(matches!(collect(&mut long).1, Event::Finished { .. }));
+    assert_eq!(server.engine.stats().disk.hits, u64::from(is_stored));
+    server.stop();
+    shared
+}
+
+#[test]
+fn a_request_joins_an_answer_that_decodes_without_a_pause() {
+    for is_stored in [false, true] {
+        assert!(joins_a_long_answer(is_stored, 64), "stored: {is_stored}");
+    }
+}
+
+/// In the pool with a window there is room for one sequence after what the first one and the reserved blocks take.
+#[test]
+fn a_sequence_has_a_place_if_blocks_are_reserved_for_it() {
+    assert!(joins_a_long_answer(true, 14));
+}
+
+#[test]
+fn a_text_whose_logits_are_not_finite_is_not_found_on_disk() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("kv");
+    let text = prompt(150, 5);
+    let server = Server::start(&path, USUAL);
+    server.answer(request(&text, 8));
+    server.stop();
+    let server = Server::start(&path, USUAL);
+    server.control.not_finite_at(3);
+    let (_, last) = collect(&mut server.engine.submit(request(&text, 8)).unwrap());
+    assert!(matches!(last, Event::Failed(_)), "{last:?}");
+    assert_eq!(server.engine.stats().disk.hits, 1);
+    assert_eq!(server.answer(request(&text, 8)), (expected(&text, 8), 0), "it is computed again");
+    server.stop();
+    let server = Server::start(&path, USUAL);
+    assert_eq!(server.answer(request(&text, 8)), (expected(&text, 8), 148), "and then stored again");
+    server.stop();
 }
 
 #[test]

@@ -18,7 +18,7 @@ use crate::cli::load::Texts;
 use crate::cli::plan::{self, LoadAgain};
 use crate::cli::{load, models, names};
 use crate::config::{self, Config, ServedModel};
-use crate::device::{DeviceFactory, DeviceReport, Observer};
+use crate::device::{DeviceFactory, DeviceReport, MAX_BLOCK_BYTES, Observer};
 use crate::engine::{DiskConfig, EnergyCounter, Engine, EngineConfig, Lease, ReadRule};
 use crate::hub::{self, Cache, HubError, ModelName, Progress, Settings};
 use crate::kv_disk::KvStore;
@@ -676,6 +676,11 @@ impl ModelLoader {
                 Some(Box::new(turn))
             }));
         }
+        // Before the load, which takes long: other files may be at the same paths afterwards.
+        let digest = |files: &ModelFiles| files.hold().ok()?.sampled_digest();
+        let both = [Some(files), draft_files.as_ref()];
+        let digests: Option<Vec<_>> =
+            self.kv_store.as_ref().and_then(|_| both.into_iter().flatten().map(digest).collect());
         let (runner, device) = factory.load(cancelled)?;
         let meter = Meter::open(machine, &device.place);
         match &meter {
@@ -694,7 +699,7 @@ impl ModelLoader {
             idle_unload,
             energy: meter.clone().map(|meter| meter as Arc<dyn EnergyCounter>),
             lease: self.lease.clone(),
-            disk: self.disk(&texts, draft_files.as_ref(), &device, runner.limits()),
+            disk: self.disk(digests.as_deref(), &texts, &device, runner.limits()),
             ..load::engine_config(runner.limits(), device.sliding_block_bytes, config, queue)
         };
         let report = report::collect(device, observer, courtesy, meter);
@@ -711,20 +716,28 @@ impl ModelLoader {
 }
 
 impl ModelLoader {
-    /// How the engine keeps conversations. `None` = it does not.
+    /// How the engine keeps conversations. `None` = it does not. `files` are digests of the model's files and of its draft's.
     fn disk(
         &self,
+        files: Option<&[[u8; 32]]>,
         texts: &Texts,
-        draft: Option<&ModelFiles>,
         device: &DeviceReport,
         limits: &Limits,
     ) -> Option<DiskConfig> {
         let store = self.kv_store.clone()?;
-        let digest = |files: &ModelFiles| files.hold().ok()?.sampled_digest();
-        let Some(files) =
-            [Some(&self.files), draft].into_iter().flatten().map(digest).collect::<Option<Vec<_>>>()
-        else {
-            tracing::warn!("{:?} keeps no conversations on disk: its files cannot be read", self.model.id());
+        let not_kept = |why: &str| {
+            tracing::warn!("{:?} keeps no conversations on disk: {why}", self.model.id());
+        };
+        let Some(files) = files else {
+            not_kept("its files cannot be read");
+            return None;
+        };
+        if limits.block_bytes.iter().any(|bytes| *bytes > MAX_BLOCK_BYTES) {
+            not_kept("a block of its cache is too large; kv.block_size = 16 makes smaller ones");
+            return None;
+        }
+        let Ok(secret) = store.secret() else {
+            not_kept("the secret in the folder of kv.disk.path cannot be read");
             return None;
         };
         // Everything that decides the bits of keys and values, but the tokens. What differs only in name is left out.
@@ -743,6 +756,7 @@ impl ModelLoader {
             self.config.npu,
         );
         let mut model = Sha256::new();
+        model.update(secret);
         model.update(Sha256::digest(facts));
         model.update(Sha256::digest(texts.template.source()));
         Some(DiskConfig { store, model: model.finalize().into(), reads: ReadRule::default() })

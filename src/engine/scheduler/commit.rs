@@ -61,6 +61,7 @@ impl Scheduler {
         let computed = sequence.computed;
         if matches!(end, Some(Err(_))) {
             let table = std::mem::take(&mut sequence.table);
+            self.push_forgotten(index, table.salt().clone());
             let running = self.running.iter_mut().map(|s| &mut s.table);
             self.blocks.forget(table, running.chain(self.stored.tables_mut()));
         } else if sequence.request.pooling {

@@ -53,9 +53,9 @@ use std::time::Duration;
 
 use self::fairness::Served;
 pub use self::step::{Output, SequenceShare, Step};
-pub(in crate::engine) use self::turns::DiskLookup;
 use self::turns::DiskState;
 pub use self::turns::EndedTurn;
+pub(in crate::engine) use self::turns::{DiskLookup, ForgottenText};
 use super::block_manager::{BlockManager, PoolUse};
 use super::image_slots::ImageSlots;
 use super::request::{ClientId, Priority};

@@ -177,6 +177,9 @@ impl Scheduler {
                 }
                 continue;
             }
+            if !self.may_start(&self.waiting[index]) {
+                return; // it is looked up on disk before the next step
+            }
             let id = self.start(index);
             self.add_to_step(step, id, pace);
             if !step.has(id) {
@@ -187,7 +190,7 @@ impl Scheduler {
 
     /// The next waiting sequence to start.
     fn first_in_line(&self, class: Priority) -> Option<usize> {
-        self.first_of(class, |s| self.may_start(s))
+        self.first_of(class, |s| !self.waits_for_disk(s))
     }
 
     /// The first in line of the waiting sequences that `is_wanted` selects: an overdue sequence, or else the oldest sequence

@@ -66,7 +66,7 @@ impl Scheduler {
             return false;
         }
         if self.running.is_empty() && step.step.shares.is_empty() {
-            return true; // no other sequence holds a block
+            return true; // no other sequence holds a block, except reserved ones, which are released if they are needed
         }
         let Limits { kv, max_batch_tokens, .. } = &self.limits;
         // Cached blocks of the prefix count too, because they become unavailable when the sequence holds them. One
@@ -90,8 +90,10 @@ impl Scheduler {
         }
         let salt = sequence.request.cache_salt.on_path(self.attention_path);
         let held = self.blocks.held_prefix(&sequence.tokens, &sequence.request.images, &salt);
-        for (wanted, pool) in wanted.iter_mut().zip(&kv.pools) {
-            *wanted -= pool.window.map_or(held, |_| 0);
+        for (pool, wanted) in wanted.iter_mut().enumerate() {
+            // The sequence has its reserved blocks already. In a pool without a window, they are part of the held prefix.
+            let own = kv.pools[pool].window.map_or(held, |_| self.reserved(sequence, pool));
+            *wanted = wanted.saturating_sub(own);
         }
         self.blocks.has_room(wanted)
     }

@@ -11,21 +11,36 @@
 
 use super::Scheduler;
 use super::step::PendingStep;
-use super::turns::{DiskLookup, EndedTurn, Restored};
+use super::turns::{DiskLookup, EndedTurn, ForgottenText, Restored};
 use crate::engine::block_manager::{NoRoom, NodeRef, UnwrittenBlock};
-use crate::engine::request::Priority;
+use crate::engine::request::{CacheSalt, Priority};
 use crate::engine::sequence::{OnDisk, Sequence, SequenceId};
 
 /// The most turns that wait to be taken. The oldest are dropped.
 const MAX_TURNS: usize = 256;
 /// How often a sequence is looked up at most. A lookup is repeated if a file turns out to be damaged. It is removed then, so
 /// another lookup finds less.
-const MAX_LOOKUPS: u32 = 64;
+const MAX_LOOKUPS: u32 = 4;
 
 impl Scheduler {
     /// The turns that ended since the last call, the oldest first.
     pub fn take_turns(&mut self) -> impl Iterator<Item = EndedTurn> + use<> {
         std::mem::take(&mut self.stored.turns).into_iter()
+    }
+
+    /// The texts that must not be found again, since the last call.
+    pub(in crate::engine) fn take_forgotten(&mut self) -> Vec<ForgottenText> {
+        std::mem::take(&mut self.stored.forgotten)
+    }
+
+    /// Records that the text of a running sequence must not be found again.
+    pub(super) fn push_forgotten(&mut self, index: usize, salt: CacheSalt) {
+        if self.config.stores_turns {
+            let sequence = &self.running[index];
+            let images = sequence.request.images.clone();
+            let forgotten = ForgottenText { salt, tokens: sequence.tokens.clone(), images };
+            self.stored.forgotten.push(forgotten);
+        }
     }
 
     /// How many sequences began with tokens from the disk and computed a step, and the tokens.
@@ -70,6 +85,18 @@ impl Scheduler {
     /// Whether a waiting sequence may start: not before it was looked up on disk.
     pub(super) fn may_start(&self, sequence: &Sequence) -> bool {
         !self.config.stores_turns || sequence.on_disk == OnDisk::Settled || sequence.bypasses_cache()
+    }
+
+    /// Whether a waiting sequence waits for the disk. Others may overtake it.
+    pub(super) fn waits_for_disk(&self, sequence: &Sequence) -> bool {
+        self.is_restoring(sequence.begun_as) || !self.may_start(sequence) && sequence.on_disk == OnDisk::Waits
+    }
+
+    /// The number of blocks of a pool that are reserved for a sequence.
+    pub(super) fn reserved(&self, sequence: &Sequence, pool: usize) -> usize {
+        let restored =
+            self.stored.restored.as_ref().filter(|restored| restored.sequence == sequence.begun_as);
+        restored.map_or(0, |restored| restored.table.blocks()[pool].ids.len())
     }
 
     /// Whether a waiting sequence was not looked up on disk yet.
@@ -124,15 +151,14 @@ impl Scheduler {
         self.waiting.iter_mut().for_each(|sequence| sequence.on_disk = OnDisk::Settled);
     }
 
-    /// Whether a restore may begin: not while blocks of another one are written, nor before its sequence has started. A
-    /// background sequence that cannot start now does not count.
+    /// Whether a restore may begin: not before the sequence of another one has started. A background sequence does not count
+    /// while there are interactive ones.
     pub(in crate::engine) fn may_begin_restore(&self) -> bool {
         let class = self.class();
         let will_start = |id: SequenceId| {
             self.waiting.iter().any(|s| s.begun_as == id && s.class() == class && self.may_run(s))
         };
-        let restored = self.stored.restored.as_ref();
-        restored.is_none_or(|restored| restored.is_complete && !will_start(restored.sequence))
+        self.stored.restored.as_ref().is_none_or(|restored| !will_start(restored.sequence))
     }
 
     /// Reserves the blocks that a sequence needs after its first `blocks` blocks. Returns those that must be written. The

@@ -16,6 +16,14 @@ pub struct EndedTurn {
     pub(in crate::engine) nodes: Vec<NodeRef>,
 }
 
+/// A text that must not be found again, because its logits were not finite.
+#[derive(Debug)]
+pub(in crate::engine) struct ForgottenText {
+    pub salt: CacheSalt,
+    pub tokens: Vec<u32>,
+    pub images: Vec<PromptImage>,
+}
+
 /// A text that the disk may have.
 pub(in crate::engine) struct DiskLookup<'a> {
     pub id: SequenceId,
@@ -42,6 +50,7 @@ pub(super) struct Restored {
 #[derive(Debug, Default)]
 pub(super) struct DiskState {
     pub turns: VecDeque<EndedTurn>,
+    pub forgotten: Vec<ForgottenText>,
     pub restored: Option<Restored>,
     /// How many sequences began with tokens from the disk and computed a step, and the tokens.
     pub hits: u64,
