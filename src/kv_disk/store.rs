@@ -171,6 +171,10 @@ impl KvStore {
         let remove = move || {
             for address in &addresses {
                 let _files = shared.lock_files();
+                // The entry may have been written again since.
+                if shared.state().index.entries.contains_key(address) {
+                    continue;
+                }
                 if let Err(error) = shared.folder.remove(address) {
                     shared.read_failed("remove a file of", &error);
                 }

@@ -377,9 +377,20 @@ fn joins_a_long_answer(is_stored: bool, sliding: usize) -> bool {
         server.engine.submit(Request { max_tokens: Some(150), ..Request::new(prompt(9, 1)) }).unwrap();
     server.control.submitted(20);
     let mut late = server.engine.submit(request(&text, 8)).unwrap();
-    // The answer is far from its end, and all of its prompt is stored.
-    server.control.allow(usize::MAX);
-    assert_eq!(collect(&mut late).0, expected(&text, 8));
+    // Steps take a millisecond each, so that the disk is read before the long answer ends.
+    let answered = std::thread::scope(|scope| {
+        let answer = scope.spawn(|| collect(&mut late).0);
+        for step in 21.. {
+            if answer.is_finished() {
+                break;
+            }
+            server.control.allow(step);
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        server.control.allow(usize::MAX);
+        answer.join().expect("no panic")
+    });
+    assert_eq!(answered, expected(&text, 8));
     let shared = server.control.batches().iter().any(|batch| batch.sequences.len() == 2);
     assert!(matches!(collect(&mut long).1, Event::Finished { .. }));
     assert_eq!(server.engine.stats().disk.hits, u64::from(is_stored));

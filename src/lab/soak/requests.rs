@@ -35,6 +35,8 @@ pub struct Ask {
     pub path: String,
     pub body: Option<String>,
     pub status: u16,
+    /// Another status that is right, by the server's options.
+    pub other_status: Option<u16>,
     pub compare: Compare,
     /// Whether later requests of the chain name the response that this one creates.
     pub gives_id: bool,
@@ -43,7 +45,17 @@ pub struct Ask {
 impl Ask {
     fn new(method: Method, route: &'static str, name: &'static str, body: Option<String>) -> Self {
         let (path, compare) = (route.to_owned(), Compare::Same);
-        Self { name, method, route: Some(route), path, body, status: 200, compare, gives_id: false }
+        Self {
+            name,
+            method,
+            route: Some(route),
+            path,
+            body,
+            status: 200,
+            other_status: None,
+            compare,
+            gives_id: false,
+        }
     }
 
     fn post(route: &'static str, name: &'static str, body: Value) -> Self {
@@ -60,6 +72,15 @@ impl Ask {
 
     fn refused(self, status: u16) -> Self {
         Self { status, ..self }
+    }
+
+    fn or_refused(self, status: u16) -> Self {
+        Self { other_status: Some(status), ..self }
+    }
+
+    /// Whether an answer to this request may have that status.
+    pub fn allows(&self, status: u16) -> bool {
+        status == self.status || Some(status) == self.other_status
     }
 
     fn compared(self, compare: Compare) -> Self {
@@ -376,6 +397,10 @@ fn facts(model: &str) -> impl Iterator<Item = Ask> {
         Ask::get("/models", "the models at the root").compared(Compare::Model),
         Ask::post("/models/load", "a load", json!({"model": model})),
         Ask::post("/models/unload", "an unload", json!({"model": "another"})).refused(404),
+        // Refused without kv.disk.path.
+        Ask::new(Method::POST, "/kv/clear", "no conversations on disk", None)
+            .or_refused(501)
+            .compared(Compare::Success),
         Ask::get("/health", "health").compared(Compare::Health),
         Ask::get("/live", "liveness"),
         Ask::get("/status", "status").compared(Compare::Success),
