@@ -11,7 +11,7 @@ use unicorn::engine::{
     CacheSalt, DiskConfig, Engine, EngineConfig, EngineHandle, EngineState, Event, Priority, PromptImage,
     ReadRule, Request, SchedulerConfig,
 };
-use unicorn::kv_disk::{Address, KvStore};
+use unicorn::kv_disk::{Address, KvStore, KvStoreError};
 use unicorn::model::{ImageLimits, ImageSizes, Limits};
 
 use crate::support::engine::{END, assert_all_free, collect, image_at, request};
@@ -67,6 +67,19 @@ const USUAL: Options = Options {
     speculation_tokens: 16,
 };
 
+/// Opens a folder. A thread of the engine before may still read, until it finds that nothing waits for it.
+fn open(folder: &Path, max_bytes: u64) -> KvStore {
+    let mut opened = None;
+    wait_until("the folder to be free", || {
+        opened = match KvStore::open(folder, max_bytes) {
+            Err(KvStoreError::Busy { .. }) => None,
+            store => Some(store.unwrap()),
+        };
+        opened.is_some()
+    });
+    opened.expect("just opened")
+}
+
 impl Server {
     fn start(folder: &Path, options: Options) -> Self {
         let Options { max_bytes, model, with_draft, idle_unload, sliding, speculation_tokens } = options;
@@ -80,7 +93,7 @@ impl Server {
         };
         let (runner, control) = make();
         let factory = FakeFactory::new(&control, move || make().0);
-        let store = KvStore::open(folder, max_bytes).unwrap();
+        let store = open(folder, max_bytes);
         let disk = Some(DiskConfig { store: store.clone(), model, reads: ReadRule::Always });
         // Longer than any step, so that the size of chunks does not depend on the load of the machine.
         let gap = Duration::from_secs(600);
