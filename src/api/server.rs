@@ -16,6 +16,7 @@ use crate::api::names::{tagged, untagged};
 use crate::api::openai::responses::store::Responses as StoredResponses;
 use crate::api::wire::short;
 use crate::config::SharePrefixes;
+use crate::kv_disk::KvStore;
 use crate::library::Library;
 
 /// The maximum number of requests between their headers and the engine's queue. With the largest bodies they take half a
@@ -81,22 +82,14 @@ impl Server {
     pub fn new(library: impl Into<Library>, options: Options, access: AccessPolicy) -> Arc<Self> {
         let processors = std::thread::available_parallelism().map_or(1, |n| n.get());
         let library: Library = library.into();
-        let secret = library.kv_store().and_then(|store| match store.secret() {
-            Ok(secret) => Some(secret),
-            Err(error) => {
-                tracing::warn!(
-                    "no client finds its conversations after a restart: the secret of kv.disk.path: {error}"
-                );
-                None
-            }
-        });
+        let identities = Identities::new(library.kv_store().map(KvStore::secret));
         Arc::new(Self {
             library,
             created: unix_time_s(),
             started: Instant::now(),
             options,
             access: RwLock::new(Arc::new(access)),
-            identities: Identities::new(secret.as_ref()),
+            identities,
             wrong_keys: WrongKeys::new(options.wrong_key_pause),
             places: Places::default(),
             connections: OpenConnections::default(),

@@ -9,7 +9,7 @@
 //! [`Folder`] has a handle of the directory and opens all names relative to it without following links. So a
 //! link in the folder leads to no file elsewhere, and a folder that replaces this one is not written to.
 
-use std::collections::{BTreeMap, HashMap, HashSet, VecDeque};
+use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::fmt;
 use std::fs::{DirBuilder, File};
 use std::io::{self, ErrorKind, Read as _, Write as _};
@@ -65,10 +65,11 @@ impl KvStore {
     fn open_with(path: &Path, max_bytes: u64, options: Options) -> Result<Self, KvStoreError> {
         let failed = |action| move |error| KvStoreError::Io { action, folder: path.to_owned(), error };
         let folder = Folder::open(path)?;
+        let secret = folder.secret().map_err(failed("read or write the file `secret` in"))?;
         let index = Index::new(folder.list().map_err(failed("list"))?);
         let state = Mutex::new(State { index, ..State::default() });
         let (files, work, idle) = (Mutex::new(()), Condvar::new(), Condvar::new());
-        let shared = Arc::new(Shared { folder, max_bytes, options, files, state, work, idle });
+        let shared = Arc::new(Shared { folder, secret, max_bytes, options, files, state, work, idle });
         if let Err(error) = shared.evict_down_to(max_bytes) {
             shared.write_failed(&error);
         }
@@ -89,13 +90,10 @@ impl KvStore {
         self.shared().state().index.touch(address);
     }
 
-    /// A secret of this folder, which is made when it is first asked for. Salts that must be the same after a restart can
-    /// be derived from it. It stays if the entries are removed.
-    ///
-    /// # Errors
-    /// Those of reading or writing a file in the folder.
-    pub fn secret(&self) -> io::Result<[u8; 32]> {
-        self.shared().folder.secret()
+    /// The secret of this folder. Salts that must be the same after a restart can be derived from it. It stays if
+    /// the entries are removed.
+    pub fn secret(&self) -> &[u8; 32] {
+        &self.shared().secret
     }
 
     /// The payload of an entry, if it has exactly `bytes` bytes and is intact; it becomes the newest entry.
@@ -134,7 +132,7 @@ impl KvStore {
         let shared = self.shared();
         let job_bytes = file_bytes(payload.len());
         let mut state = shared.state();
-        if state.index.entries.contains_key(&address) || state.queued.contains(&address) {
+        if state.index.entries.contains_key(&address) || state.queued.contains_key(&address) {
             return true;
         }
         let is_too_large = job_bytes > shared.max_bytes.min(MAX_FILE_BYTES);
@@ -143,10 +141,11 @@ impl KvStore {
             state.counts.dropped_entries += 1;
             return false;
         }
-        let clears = state.clears;
-        state.queued.insert(address);
+        state.jobs += 1;
+        let number = state.jobs;
+        state.queued.insert(address, number);
         state.queued_bytes += job_bytes;
-        state.queue.push_back(Job { address, payload, clears });
+        state.queue.push_back(Job { address, payload, number });
         shared.work.notify_one();
         true
     }
@@ -193,9 +192,8 @@ impl KvStore {
         let addresses: Vec<Address> = {
             let _files = shared.lock_files();
             let mut state = shared.state();
-            // The entry that is written now was queued before: it is dropped when it is complete.
-            state.clears += 1;
             state.drop_queue();
+            // The entry that is written now is dropped when it is complete.
             state.queued.clear();
             state.index.entries.keys().copied().collect()
         };
@@ -291,6 +289,7 @@ impl Default for Options {
 /// What the clones of a store and its writer share.
 struct Shared {
     folder: Folder,
+    secret: [u8; 32],
     max_bytes: u64,
     options: Options,
     files: Mutex<()>,
@@ -305,14 +304,14 @@ struct Shared {
 struct State {
     index: Index,
     queue: VecDeque<Job>,
-    /// The addresses of the queue and of the entry that is written now.
-    queued: HashSet<Address>,
+    /// The addresses of the queue and of the entry that is written now, with the numbers of their jobs.
+    queued: HashMap<Address, u64>,
     /// Bytes of the files of the queue and of the entry that is written now.
     queued_bytes: u64,
     is_writing: bool,
     paused_until: Option<Instant>,
-    /// How often the store was cleared.
-    clears: u64,
+    /// Counts jobs.
+    jobs: u64,
     is_closed: bool,
     /// The writer ended.
     is_ended: bool,
@@ -329,8 +328,8 @@ struct State {
 struct Job {
     address: Address,
     payload: Vec<u8>,
-    /// `State::clears` when it was queued.
-    clears: u64,
+    /// It tells two jobs of the same address apart.
+    number: u64,
 }
 
 impl Job {
@@ -342,6 +341,11 @@ impl Job {
 impl State {
     fn is_paused(&self) -> bool {
         self.paused_until.is_some_and(|until| Instant::now() < until)
+    }
+
+    /// Whether the entry is still wanted: it was not removed since it was queued.
+    fn is_wanted(&self, job: &Job) -> bool {
+        self.queued.get(&job.address) == Some(&job.number)
     }
 
     fn drop_queue(&mut self) {
@@ -603,15 +607,15 @@ impl Writer {
         let mut state = self.0.state();
         state.is_writing = false;
         state.queued_bytes -= job.bytes();
-        // After a clear, the address may be in the queue again.
-        if state.clears == job.clears {
+        // If it was removed, the address may be in the queue again.
+        if state.is_wanted(job) {
             state.queued.remove(&job.address);
         }
         drop(state);
         self.0.idle.notify_all();
     }
 
-    /// Writes an entry, after the oldest ones made room for it. `false` if the store was cleared meanwhile.
+    /// Writes an entry, after the oldest ones made room for it. `false` if the entry was removed meanwhile.
     fn save(&self, job: &Job) -> io::Result<bool> {
         self.0.evict_down_to(self.0.max_bytes.saturating_sub(job.bytes()))?;
         match self.write_file(job) {
@@ -624,7 +628,7 @@ impl Writer {
         }
     }
 
-    /// Writes a temporary file and renames it. `false` if the store was cleared meanwhile.
+    /// Writes a temporary file and renames it. `false` if the entry was removed meanwhile.
     fn write_file(&self, job: &Job) -> io::Result<bool> {
         let names = Names::of(&job.address);
         let subfolder = self.0.folder.make_subfolder(&names.subfolder)?;
@@ -650,11 +654,8 @@ impl Writer {
 
     fn commit(&self, subfolder: &OwnedFd, names: &Names, job: &Job) -> io::Result<bool> {
         let _files = self.0.lock_files();
-        {
-            let state = self.0.state();
-            if state.clears != job.clears || !state.queued.contains(&job.address) {
-                return Ok(false);
-            }
+        if !self.0.state().is_wanted(job) {
+            return Ok(false);
         }
         rustix::fs::renameat(subfolder, &names.temporary, subfolder, &names.entry)?;
         self.0.state().index.insert(job.address, job.bytes());
@@ -983,6 +984,14 @@ mod tests {
         (Box::new(write), begins)
     }
 
+    /// Puts three entries of 10 bytes into the queue.
+    fn queue_three(store: &KvStore) {
+        for number in 0..3 {
+            let (address, payload) = piece(number, 10);
+            assert!(store.write(address, payload));
+        }
+    }
+
     /// A write that fails as a full disk does as often as the counter says. Half of the bytes are written
     /// before.
     fn failing_write(failures: &Arc<AtomicU32>) -> Box<WriteAll> {
@@ -1284,10 +1293,7 @@ mod tests {
             Box::new(move |file, bytes| wait(file, &[]).and_then(|()| fail(file, bytes)));
         let store = open_with(&folder, MUCH, write);
         let closed = gate.lock().unwrap();
-        for number in 0..3 {
-            let (address, payload) = piece(number, 10);
-            assert!(store.write(address, payload));
-        }
+        queue_three(&store);
         drop(closed);
         assert!(store.flush(LONG));
         assert_eq!((store.stats().write_errors, store.stats().dropped_entries), (1, 2));
@@ -1338,10 +1344,7 @@ mod tests {
         let (write, begins) = gated_write(&gate);
         let store = open_with(&folder, MUCH, write);
         let closed = gate.lock().unwrap();
-        for number in 0..3 {
-            let (address, payload) = piece(number, 10);
-            assert!(store.write(address, payload));
-        }
+        queue_three(&store);
         begins.recv().unwrap();
         let clone = store.clone();
         drop(store);
@@ -1498,16 +1501,38 @@ mod tests {
         assert!(!path.exists());
     }
 
+    /// Entries are removed from the folder, from the queue, and while they are written. Those of the same addresses that
+    /// are queued later stay.
+    #[test]
+    fn removed_entries_are_gone_and_can_be_written_again() {
+        let (folder, gate) = (folder(), Arc::new(Mutex::new(())));
+        let (write, begins) = gated_write(&gate);
+        let store = open_with(&folder, MUCH, write);
+        let closed = gate.lock().unwrap();
+        queue_three(&store);
+        begins.recv().unwrap();
+        let addresses: Vec<Address> = (0..2).map(|number| piece(number, 10).0).collect();
+        store.remove(addresses.clone());
+        let (first, payload) = piece(0, 10);
+        assert!(store.write(first, payload.clone()), "while the removed entry is written");
+        drop(closed);
+        assert!(store.flush(LONG));
+        let has = |number| store.contains(&piece(number, 10).0);
+        assert_eq!([has(0), has(1), has(2)], [true, false, true]);
+        assert_eq!(store.read(&first, 10), Some(payload.clone()));
+        store.remove(addresses);
+        assert!(!has(0) && store.read(&first, 10).is_none());
+        assert!(store.write(first, payload.clone()) && store.flush(LONG));
+        assert_eq!(store.read(&first, 10), Some(payload));
+    }
+
     #[test]
     fn clear_drops_the_queue_and_the_entry_that_is_written_now() {
         let (folder, gate) = (folder(), Arc::new(Mutex::new(())));
         let (write, begins) = gated_write(&gate);
         let store = open_with(&folder, MUCH, write);
         let closed = gate.lock().unwrap();
-        for number in 0..3 {
-            let (address, payload) = piece(number, 10);
-            assert!(store.write(address, payload));
-        }
+        queue_three(&store);
         begins.recv().unwrap();
         assert_eq!(store.clear().unwrap(), Cleared::default());
         assert_eq!(store.stats().queued_bytes, file_bytes(10));

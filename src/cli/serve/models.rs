@@ -736,10 +736,6 @@ impl ModelLoader {
             not_kept("a block of its cache is too large; kv.block_size = 16 makes smaller ones");
             return None;
         }
-        let Ok(secret) = store.secret() else {
-            not_kept("the secret in the folder of kv.disk.path cannot be read");
-            return None;
-        };
         // Everything that decides the bits of keys and values, but the tokens. What differs only in name is left out.
         let facts = format!(
             "{} {} {files:?} {} {} {} {} {} {:?} {:?} {:?} {:?}",
@@ -756,7 +752,7 @@ impl ModelLoader {
             self.config.npu,
         );
         let mut model = Sha256::new();
-        model.update(secret);
+        model.update(store.secret());
         model.update(Sha256::digest(facts));
         model.update(Sha256::digest(texts.template.source()));
         Some(DiskConfig { store, model: model.finalize().into(), reads: ReadRule::default() })
