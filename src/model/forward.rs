@@ -5,15 +5,14 @@
 use std::ops::Range;
 
 use super::layers::{DeviceLayer, DevicePerLayer, ExpertScratch, PerLayerScratch, Scratch};
-use super::memory;
 use super::model_runner::ModelRunner;
 use super::step::{Frame, PoolRequest, StepOutputs};
 use super::tensors::{InputGroup, KeptMatrices, Norms, Projections};
-use super::{Batch, BlockCopy, ImageSpan};
+use super::{Batch, BlockCopy, ImageSpan, PoolBlock};
 use crate::gpu::{Buffer, Recorder};
 use crate::kernels::{
-    Activations, ExpertMatrices, KvCache, Matrix, Operand, PairActivations, Quantized, Router, Routing,
-    RowsOf, SampleRequest, StepArrays,
+    Activations, ExpertMatrices, Matrix, Operand, PairActivations, Quantized, Router, Routing, RowsOf,
+    SampleRequest, StepArrays,
 };
 
 /// The most rows of a dispatch with a workgroup for each: the least limit of devices is 65,535.
@@ -155,17 +154,9 @@ impl ModelRunner {
 
     /// Copies a block to another one, in every layer of its pool.
     pub(super) fn record_copy(&self, recorder: &mut Recorder<'_>, copy: &BlockCopy) {
-        for (layer, spec) in self.layers.iter().zip(&self.config.layers) {
-            if layer.pool != copy.pool || spec.kv_source.is_some() {
-                continue;
-            }
-            let bytes = memory::kv_block_bytes(&spec.heads, self.kv, self.limits.kv.block_size);
-            let KvCache { keys, values } = &layer.attention.cache;
-            for half in [keys, values] {
-                let block = |id: u32| half.slice(u64::from(id) * bytes, bytes);
-                recorder.copy(&block(copy.from), &block(copy.to), bytes);
-            }
-        }
+        let [from, to] =
+            [copy.from, copy.to].map(|block| self.block_memory(PoolBlock { pool: copy.pool, block }));
+        from.zip(to).for_each(|(from, to)| recorder.copy(&from, &to, from.size()));
     }
 
     /// Writes the ids of the step's tokens to the history, and earlier ids from the host or from another slot.

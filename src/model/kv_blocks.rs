@@ -64,30 +64,31 @@ impl ModelRunner {
         })
     }
 
+    /// The memory of a block: the keys and the values of each layer of its pool that has its own.
+    pub(super) fn block_memory(&self, PoolBlock { pool, block }: PoolBlock) -> impl Iterator<Item = Buffer> {
+        self.layers_of(pool).flat_map(move |(layer, half)| {
+            let KvCache { keys, values } = &layer.attention.cache;
+            [keys, values].map(|all| all.slice(u64::from(block) * half, half))
+        })
+    }
+
     /// The memory of blocks in the order of their bytes, cut into portions that fill the staging buffer.
     fn portions(&self, blocks: &[PoolBlock]) -> Vec<Vec<Piece>> {
         // No step is in flight that reads logits, so their buffer is free.
         let staging = &self.logits_readback;
         let mut portions = vec![Vec::new()];
         let mut used = 0;
-        for &PoolBlock { pool, block } in blocks {
-            for (layer, half) in self.layers_of(pool) {
-                let KvCache { keys, values } = &layer.attention.cache;
-                for all in [keys, values] {
-                    let mut memory = all.slice(u64::from(block) * half, half);
-                    while memory.size() > 0 {
-                        if used == staging.size() {
-                            portions.push(Vec::new());
-                            used = 0;
-                        }
-                        let bytes = memory.size().min(staging.size() - used);
-                        let piece =
-                            Piece { memory: memory.slice(0, bytes), staging: staging.slice(used, bytes) };
-                        portions.last_mut().expect("there is a first one").push(piece);
-                        used += bytes;
-                        memory = memory.slice(bytes, memory.size() - bytes);
-                    }
+        for mut memory in blocks.iter().flat_map(|block| self.block_memory(*block)) {
+            while memory.size() > 0 {
+                if used == staging.size() {
+                    portions.push(Vec::new());
+                    used = 0;
                 }
+                let bytes = memory.size().min(staging.size() - used);
+                let piece = Piece { memory: memory.slice(0, bytes), staging: staging.slice(used, bytes) };
+                portions.last_mut().expect("there is a first one").push(piece);
+                used += bytes;
+                memory = memory.slice(bytes, memory.size() - bytes);
             }
         }
         portions
