@@ -588,7 +588,7 @@ impl BlockManager {
         }
         nodes.iter().for_each(|id| self.mark_used(*id, priority));
         let mut unwritten = Vec::new();
-        // Nodes that are there already may lack a block of a pool with a window, so none is a node of the table yet.
+        // The table has no nodes yet, because nodes that exist may lack a block of a pool with a window.
         let mut table = BlockTable { priority, salt: salt.clone(), ..BlockTable::default() };
         for (pool, (list, first)) in lists.into_iter().zip(firsts).enumerate() {
             let ids = (first..).zip(list).map(|(index, block)| {
@@ -1088,9 +1088,7 @@ mod tests {
 
         /// The image that has tokens before `position` and tokens after it.
         fn split_at(&self, position: usize) -> Option<&PromptImage> {
-            self.images
-                .iter()
-                .find(|image| (image.positions.start + 1..image.positions.end).contains(&position))
+            self.images.iter().find(|image| image.is_split_at(position))
         }
     }
 

@@ -94,6 +94,13 @@ pub struct PromptImage {
     pub pixels: Arc<[u8]>,
 }
 
+impl PromptImage {
+    /// Whether some of its tokens are before `position`, and others are not.
+    pub fn is_split_at(&self, position: usize) -> bool {
+        self.positions.start < position && position < self.positions.end
+    }
+}
+
 /// Without the pixels, of which there are millions.
 impl fmt::Debug for PromptImage {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

@@ -291,8 +291,7 @@ impl Sequence {
 
     /// The image that would be split if the tokens before `position` were computed without the others.
     pub(super) fn image_split_at(&self, position: usize) -> Option<&PromptImage> {
-        let first = self.images_after(position).next();
-        first.filter(|image| image.positions.start < position)
+        self.request.images.iter().find(|image| image.is_split_at(position))
     }
 
     /// The number of next tokens after which an id of the prompt must be scored.

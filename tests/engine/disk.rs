@@ -118,6 +118,14 @@ impl Server {
     }
 }
 
+/// The answer of a server that ends after it, with the number of tokens that were cached.
+fn answer_alone(folder: &Path, options: Options, request: Request) -> (Vec<u32>, usize) {
+    let server = Server::start(folder, options);
+    let answered = server.answer(request);
+    server.stop();
+    answered
+}
+
 fn expected(prompt: &[u32], max_tokens: usize) -> Vec<u32> {
     mixed_answer(prompt, max_tokens, 0, IDS, END)
 }
@@ -176,14 +184,10 @@ fn another_salt_or_model_finds_nothing_on_disk() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("kv");
     let text = prompt(70, 1);
-    let first = Server::start(&path, USUAL);
-    first.answer(salted(&text, "a"));
-    first.stop();
+    answer_alone(&path, USUAL, salted(&text, "a"));
     let cached = |options: Options, salt: &str| {
-        let server = Server::start(&path, options);
-        let (answer, cached) = server.answer(salted(&text, salt));
+        let (answer, cached) = answer_alone(&path, options, salted(&text, salt));
         assert_eq!(answer, expected(&text, 8));
-        server.stop();
         cached
     };
     assert_eq!(cached(USUAL, "b"), 0, "another salt");
@@ -200,11 +204,9 @@ fn an_image_is_part_of_the_address() {
     text[21..27].fill(7);
     let with = |n: u8| Request { images: vec![image_at(21, 6, n)], ..request(&text, 8) };
     let answer = |n: u8| {
-        let server = Server::start(&path, USUAL);
-        let (answer, cached) = server.answer(with(n));
+        let (answer, cached) = answer_alone(&path, USUAL, with(n));
         let seen = seen(&text, &[image_at(21, 6, n)], limits().vocab_size);
         assert_eq!(answer, expected(&seen, 8), "image {n}");
-        server.stop();
         cached
     };
     assert_eq!([answer(1), answer(1)], [0, 56]);
@@ -217,9 +219,7 @@ fn damaged_files_are_computed_again_and_removed() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("kv");
     let text = prompt(150, 1);
-    let first = Server::start(&path, USUAL);
-    first.answer(request(&text, 8));
-    first.stop();
+    answer_alone(&path, USUAL, request(&text, 8));
     let files: Vec<_> = fs::read_dir(&path)
         .unwrap()
         .map(|entry| entry.unwrap().path())
@@ -243,10 +243,8 @@ fn damaged_files_are_computed_again_and_removed() {
     // The files of a text are found one after another, and written again.
     let mut cached = 0;
     for _ in 0..files.len() {
-        let server = Server::start(&path, USUAL);
-        let (answer, found) = server.answer(request(&text, 8));
+        let (answer, found) = answer_alone(&path, USUAL, request(&text, 8));
         assert_eq!(answer, expected(&text, 8));
-        server.stop();
         cached = found;
     }
     assert_eq!(cached, 148, "they were written again");
@@ -379,9 +377,7 @@ fn joins_a_long_answer(is_stored: bool, sliding: usize) -> bool {
     let path = folder.path().join("kv");
     let text = prompt(90, 2);
     if is_stored {
-        let first = Server::start(&path, options);
-        first.answer(request(&text, 8));
-        first.stop();
+        answer_alone(&path, options, request(&text, 8));
     }
     let server = Server::start(&path, options);
     server.control.allow(20);
@@ -429,9 +425,7 @@ fn a_text_whose_logits_are_not_finite_is_not_found_on_disk() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("kv");
     let text = prompt(150, 5);
-    let server = Server::start(&path, USUAL);
-    server.answer(request(&text, 8));
-    server.stop();
+    answer_alone(&path, USUAL, request(&text, 8));
     let server = Server::start(&path, USUAL);
     server.control.not_finite_at(3);
     let (_, last) = collect(&mut server.engine.submit(request(&text, 8)).unwrap());
@@ -439,9 +433,8 @@ fn a_text_whose_logits_are_not_finite_is_not_found_on_disk() {
     assert_eq!(server.engine.stats().disk.hits, 1);
     assert_eq!(server.answer(request(&text, 8)), (expected(&text, 8), 0), "it is computed again");
     server.stop();
-    let server = Server::start(&path, USUAL);
-    assert_eq!(server.answer(request(&text, 8)), (expected(&text, 8), 148), "and then stored again");
-    server.stop();
+    let again = answer_alone(&path, USUAL, request(&text, 8));
+    assert_eq!(again, (expected(&text, 8), 148), "and then stored again");
 }
 
 #[test]

@@ -245,13 +245,13 @@ pub fn serve(config: &Config, root: Option<&Path>, reload: Reload, log_filter: S
     }
 }
 
-/// The folder that keeps conversations, open. `None` = none is configured.
+/// Opens the folder that keeps conversations. `None` = kv.disk.path is not set.
 fn kv_store(options: &config::KvDisk) -> Result<Option<KvStore>, Error> {
     let Some(path) = &options.path else { return Ok(None) };
     let store = KvStore::open(path.as_ref(), options.max_bytes)?;
     let stats = store.stats();
     tracing::info!(
-        "conversations are kept in {path}: {} entries, {} MiB of {} MiB; whoever reads the folder can read them",
+        "conversations are kept in {path}: {} entries, {} MiB of {} MiB; every program that can read the folder can read them",
         stats.entries,
         stats.bytes >> 20,
         stats.max_bytes >> 20
