@@ -15,9 +15,9 @@
 //! other whose text is cached, and its bits are the same.
 //!
 //! A sequence waits for the disk only if the disk has a part of its text. The store writes in a thread of its own. A thread
-//! reads entries, and the engine copies them to the device between two steps. One text is read at a time, and an interactive
-//! sequence does not wait for the text of a background one. A turn is stored if its blocks are still in the prefix cache when the engine gets to
-//! it.
+//! reads entries, and the engine copies them to the device between two steps. One text is read at a time. An interactive
+//! sequence does not wait for the text of a background one. A turn is stored if its blocks are still in the prefix cache
+//! when the engine gets to it.
 //!
 //! Reading is worth it only if it takes less time than computing. Both are predicted: the time of the steps by [`Pace`], and
 //! the time of reading from the reads before. As long as one of them is unknown, the engine reads. A read that takes
@@ -42,10 +42,8 @@ use crate::model::{KvPool, Limits, PoolBlock, Runner, RunnerError, first_seen};
 
 /// Tokens of a group of blocks, if they have no more than [`ENTRY_BYTES`].
 const GROUP_TOKENS: usize = 128;
-/// Bytes of an entry. The next step waits until one entry is copied.
+/// The most bytes of an entry that has more than one block. The next step waits until an entry is copied.
 const ENTRY_BYTES: u64 = 16 << 20;
-/// Bytes that are copied between the device and the host at once. Between two copies, the engine can run a step.
-const PORTION_BYTES: u64 = 8 << 20;
 /// Entries that are read ahead of the device.
 const READ_AHEAD: usize = 2;
 /// Bytes that may wait to be written before the engine reads no more of them from the device.
@@ -212,11 +210,7 @@ impl Disk {
             self.stats.lost_entries += 1;
             return Ok(());
         };
-        let bytes = blocks.len() * self.limits.block_bytes[pool] as usize;
-        let mut contents = Vec::with_capacity(bytes);
-        for portion in blocks.chunks(self.portion(pool)) {
-            contents.append(&mut runner.read_blocks(portion)?);
-        }
+        let contents = runner.read_blocks(&blocks)?;
         self.stats.lost_entries += u64::from(!self.config.store.write(address, contents));
         Ok(())
     }
@@ -299,11 +293,7 @@ impl Disk {
             Some(there) if blocks.len() == self.group(pool) => *there,
             _ => has(pool, blocks),
         };
-        let splits_image = |end: usize| {
-            images
-                .iter()
-                .any(|image| (image.positions.start + 1..image.positions.end).contains(&(end * size)))
-        };
+        let splits_image = |end: usize| images.iter().any(|image| image.is_split_at(end * size));
         let is_complete = |end: usize| {
             // The last entries are rarely there, so they are looked up first.
             !splits_image(end)
@@ -325,27 +315,27 @@ impl Disk {
         digests: &[Digest],
     ) -> Option<Restore> {
         let end = digests.len();
-        let Ok(unwritten) = scheduler.begin_restore(sequence, end) else {
+        let Ok(unwritten) = scheduler.begin_restore(sequence, known, end) else {
             self.stats.failed_reads += 1;
             return None;
         };
         let (mut entries, mut reads, mut bytes) = (VecDeque::new(), Vec::new(), 0);
         for pool in 0..self.limits.kv.pools.len() {
             let block_bytes = self.limits.block_bytes[pool] as usize;
-            let of_pool: Vec<&UnwrittenBlock> = unwritten.iter().filter(|block| block.pool == pool).collect();
+            // They are in the order of their indices, as the entries are.
+            let mut rest: Vec<&UnwrittenBlock> =
+                unwritten.iter().filter(|block| block.pool == pool).collect();
             for blocks in self.entries(pool, end) {
-                let wanted: Vec<(usize, PoolBlock)> = of_pool
-                    .iter()
-                    .filter(|unwritten| blocks.contains(&unwritten.index))
-                    .map(|unwritten| {
-                        (unwritten.index - blocks.start, PoolBlock { pool, block: unwritten.block })
-                    })
-                    .collect();
-                if !wanted.is_empty() {
-                    entries.push_back(wanted);
-                    reads.push((address(&digests[blocks.end - 1], pool), blocks.len() * block_bytes));
-                    bytes += (blocks.len() * block_bytes) as u64;
+                let later = rest.split_off(rest.partition_point(|block| block.index < blocks.end));
+                let now = std::mem::replace(&mut rest, later);
+                if now.is_empty() {
+                    continue;
                 }
+                let place = |unwritten: &UnwrittenBlock| PoolBlock { pool, block: unwritten.block };
+                entries
+                    .push_back(now.iter().map(|block| (block.index - blocks.start, place(block))).collect());
+                reads.push((address(&digests[blocks.end - 1], pool), blocks.len() * block_bytes));
+                bytes += (blocks.len() * block_bytes) as u64;
             }
         }
         let computing = self.time_to_compute(pace, known..end * self.limits.kv.block_size);
@@ -407,13 +397,10 @@ impl Disk {
             let wanted = restore.entries.pop_front().expect("not empty");
             let pool = wanted[0].1.pool;
             let block_bytes = self.limits.block_bytes[pool] as usize;
-            for portion in wanted.chunks(self.portion(pool)) {
-                let blocks: Vec<PoolBlock> = portion.iter().map(|(_, block)| *block).collect();
-                let of_blocks = portion
-                    .iter()
-                    .flat_map(|(index, _)| &contents[index * block_bytes..(index + 1) * block_bytes]);
-                runner.write_blocks(&blocks, &of_blocks.copied().collect::<Vec<u8>>())?;
-            }
+            let (indices, blocks): (Vec<usize>, Vec<PoolBlock>) = wanted.into_iter().unzip();
+            let of_block = |index: usize| &contents[index * block_bytes..(index + 1) * block_bytes];
+            let bytes = indices.into_iter().map(of_block).collect::<Vec<_>>().concat();
+            runner.write_blocks(&blocks, &bytes)?;
             if began.elapsed() >= budget {
                 break;
             }
@@ -453,11 +440,6 @@ impl Disk {
         let end = if self.limits.block_bytes[pool] == 0 { 0 } else { end };
         let groups = (first / group).min(end.div_ceil(group))..end.div_ceil(group);
         groups.map(move |i| i * group..end.min((i + 1) * group))
-    }
-
-    /// The number of blocks of a pool that are copied at once.
-    fn portion(&self, pool: usize) -> usize {
-        (PORTION_BYTES / self.limits.block_bytes[pool].max(1)).max(1) as usize
     }
 }
 

@@ -161,11 +161,12 @@ impl Scheduler {
         self.stored.restored.as_ref().is_none_or(|restored| !will_start(restored.sequence))
     }
 
-    /// Reserves the blocks that a sequence needs after its first `blocks` blocks. Returns those that must be written. The
-    /// blocks of an earlier restore are released. They are in the prefix cache, but their room may be taken.
+    /// Reserves the blocks that a sequence needs after its first `blocks` blocks. Returns those that must be written. `known`
+    /// is the number of tokens that the prefix cache has. The blocks of an earlier restore are released. They are in the prefix cache, but their room may be taken.
     pub(in crate::engine) fn begin_restore(
         &mut self,
         id: SequenceId,
+        known: usize,
         blocks: usize,
     ) -> Result<Vec<UnwrittenBlock>, NoRoom> {
         assert!(self.may_begin_restore(), "another restore has not ended");
@@ -173,7 +174,6 @@ impl Scheduler {
         let sequence = self.waiting.iter().find(|s| s.begun_as == id).ok_or(NoRoom)?;
         let (tokens, request) = (&sequence.tokens, &sequence.request);
         let salt = request.cache_salt.on_path(self.attention_path);
-        let known = self.blocks.known_prefix(tokens, &request.images, &salt).tokens;
         let by = (request.priority, &salt);
         let (table, unwritten) = self.blocks.admit_unwritten(tokens, &request.images, by, blocks)?;
         let tokens = blocks * self.limits.kv.block_size;
