@@ -29,20 +29,20 @@ pub(in crate::api) struct KvCleared {
     responses(
         (status = 200, description = "The files are removed.", body = KvCleared),
         (status = 500, description = "A file cannot be removed.", body = ErrorBody),
-        (status = 501, description = "No conversations are kept on disk.", body = ErrorBody),
+        (status = 409, description = "No conversations are kept on disk.", body = ErrorBody),
         AuthErrors,
     ),
 )]
 pub(in crate::api) async fn clear(State(server): State<Arc<Server>>) -> Result<Json<KvCleared>, ApiError> {
     let Some(store) = server.library().kv_store().cloned() else {
         let why = "no conversations are kept on disk, because kv.disk.path is not set";
-        return Err(ApiError::NotImplemented { path: "/kv/clear".into(), why });
+        return Err(StoreError::Conflict(why.into()).into());
     };
     // There may be many thousands of files.
     let cleared = tokio::task::spawn_blocking(move || store.clear()).await;
     let cleared = cleared.unwrap_or_else(|_| Err(std::io::Error::other("internal error")));
-    let failed = |error| ApiError::Store(StoreError::Local(format!("the folder of kv.disk.path: {error}")));
-    let cleared = cleared.map_err(failed)?;
+    let cleared =
+        cleared.map_err(|error| StoreError::Local(format!("the folder of kv.disk.path: {error}")))?;
     tracing::info!("{} entries of conversations were removed from the disk", cleared.entries);
     Ok(Json(KvCleared { entries: cleared.entries, bytes: cleared.bytes }))
 }

@@ -111,7 +111,7 @@ fn without_a_folder_nothing_is_kept_and_nothing_can_be_cleared() {
     let server = Daemon::start(&["--context", "400"]);
     assert_eq!(disk(&server, None), Value::Null);
     let (status, body) = server.exchange("POST", "/kv/clear", &[], "");
-    assert!(status == 501 && body.contains("kv.disk.path is not set"), "{body}");
+    assert!(status == 409 && body.contains("kv.disk.path is not set"), "{body}");
     let (status, body) = server.exchange("POST", "/slots/0?action=save", &[], "{}");
     assert!(status == 404 && body.contains("kv.disk.path"), "{body}");
     let (code, _, stderr) = output(unicorn(&["kv", "clear"]));

@@ -62,13 +62,13 @@ def machine_with_power(folder):
 class Server:
     """A `unicorn serve` of these tests on a free port, with the observations during its start."""
 
-    def __init__(self, log, *options):
+    def __init__(self, log, *options, **variables):
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         log.parent.mkdir(parents=True, exist_ok=True)
         self.log = open(log, "w+")
         command = [BINARY, "serve", "--allow-software-vulkan", "--port", str(self.port), "--verbose", *options]
-        self.process = subprocess.Popen(command, env=ENVIRONMENT, stdin=subprocess.DEVNULL, stdout=self.log, stderr=subprocess.STDOUT)
+        self.process = subprocess.Popen(command, env={**ENVIRONMENT, **variables}, stdin=subprocess.DEVNULL, stdout=self.log, stderr=subprocess.STDOUT)
 
     def logged(self):
         return Path(self.log.name).read_text()

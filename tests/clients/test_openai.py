@@ -734,7 +734,8 @@ def main():
         sys.exit("curl is not installed: python3 tools/setup.py test")
     report = Report("clients")
     # Most test machines report no energy. This one must have every metric that observers may query.
-    server = Server(LOG, "--root", machine_with_power(LOG.parent / "machine"))
+    conversations = tempfile.TemporaryDirectory()
+    server = Server(LOG, "--root", machine_with_power(LOG.parent / "machine"), UNICORN_KV_DISK_PATH=conversations.name)
     try:
         if report.attempt("the_server_starts", server.wait):
             report.attempt_all(PLAIN + terminal_chat.TESTS + ollama_replays.TESTS, server)
@@ -766,6 +767,7 @@ def main():
     finally:
         report.attempt("sigterm_ends_the_server", lambda: expect(server.stop(), 0))
         report.attempt("the_server_logged_no_error", lambda: expect([l for l in LOG.read_text().splitlines() if "ERROR" in l], []))
+        conversations.cleanup()
     return report.end()
 
 

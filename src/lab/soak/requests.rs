@@ -399,7 +399,7 @@ fn facts(model: &str) -> impl Iterator<Item = Ask> {
         Ask::post("/models/unload", "an unload", json!({"model": "another"})).refused(404),
         // Refused without kv.disk.path.
         Ask::new(Method::POST, "/kv/clear", "no conversations on disk", None)
-            .or_refused(501)
+            .or_refused(409)
             .compared(Compare::Success),
         Ask::get("/health", "health").compared(Compare::Health),
         Ask::get("/live", "liveness"),
