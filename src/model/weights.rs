@@ -3,14 +3,15 @@
 //! Names come with one of three prefixes: `model.` (text only), `language_model.model.` (the published multimodal
 //! checkpoints), `model.language_model.` (transformers 5's internal names). The tensors of images and sound are skipped
 //! by rule and counted; saved RoPE frequencies are skipped, because the config has them; a saved copy of a tied head is
-//! compared and dropped. Any other tensor is refused: an unknown tensor means an unknown model.
+//! compared and dropped; in a GPTQ checkpoint, biases of zeros are dropped, because AutoGPTQ writes one for every matrix.
+//! Any other tensor is refused: an unknown tensor means an unknown model.
 
 use std::collections::HashMap;
 
 use super::spec::ModelSpec;
 use super::tensors::{ModelTensors, Role, TensorSpec};
 use super::vision::{VisionSpec, VisionTensor};
-use crate::checkpoint::{Checkpoint, CheckpointError, Tensor, short};
+use crate::checkpoint::{Checkpoint, CheckpointError, Format, Tensor, short};
 
 /// A checkpoint's tensors do not match its config. One line: file, tensor, what was expected.
 #[derive(Debug, thiserror::Error)]
@@ -258,10 +259,10 @@ impl<'a> Found<'a> {
             tensor.scheme()?;
         }
 
-        let unknown = self
-            .by_name
-            .iter()
-            .filter(|(name, _)| !known.contains_key(*name) && !unused_tensors.contains(*name));
+        let unknown = self.by_name.iter().filter(|(name, tensor)| {
+            let is_known = known.contains_key(*name) || unused_tensors.contains(*name);
+            !is_known && !is_zero_bias(checkpoint, &known, name, tensor)
+        });
         self.unexpected.extend(unknown.map(|(_, tensor)| *tensor));
         // The list is sorted, so that messages do not depend on the map's order.
         self.unexpected.sort_by_key(|t| (t.file, t.name));
@@ -284,6 +285,22 @@ impl<'a> Found<'a> {
         }
         Ok(())
     }
+}
+
+/// Whether a tensor of a GPTQ checkpoint is a bias of zeros for the product of a matrix.
+fn is_zero_bias(
+    checkpoint: &Checkpoint,
+    known: &HashMap<String, &TensorSpec>,
+    name: &str,
+    tensor: &Tensor<'_>,
+) -> bool {
+    let matrix = name.strip_suffix(".bias").and_then(|name| known.get(&format!("{name}.weight")));
+    let has_its_shape = |spec: &&TensorSpec| {
+        matches!(spec.role, Role::Projection(_)) && tensor.shape == &spec.shape[..1]
+    };
+    checkpoint.format() == Format::Gptq
+        && matrix.is_some_and(has_its_shape)
+        && checkpoint.read_f32(tensor).is_ok_and(|values| values.iter().all(|value| *value == 0.0))
 }
 
 /// The name of a tower's tensor in the first checkpoints, without `vision_model.`. Later ones begin with `model.`, and the

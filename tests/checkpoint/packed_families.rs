@@ -11,7 +11,8 @@ use rand_chacha::ChaCha8Rng;
 use serde_json::Value;
 use tempfile::TempDir;
 
-use unicorn::model::load::LoadOptions;
+use unicorn::model::arch::open_files;
+use unicorn::model::load::{LoadOptions, Source};
 
 use crate::support::checkpoints::{folder_of, le_bytes, opened, safetensors_file};
 use crate::support::goldens::{all_logits, load, max_difference};
@@ -203,4 +204,24 @@ fn packed_matrices_of_every_family_compute_what_they_stand_for() {
             assert!(difference <= BOUND, "{} {name}: {difference}", set.display());
         }
     }
+}
+
+/// AutoGPTQ writes a bias for every matrix: zeros, where the model has none.
+#[test]
+fn biases_of_zeros_in_a_gptq_checkpoint_are_left_out_and_others_are_refused() {
+    fn with_bias(matrix: &Matrix, name: &str, byte: u8) -> Parts {
+        let bias = (format!("{name}.bias"), "F16", vec![matrix.rows], vec![byte; 2 * matrix.rows]);
+        [matrix.gptq(name), vec![bias]].concat()
+    }
+    let set = data("families").join("tiny-llama");
+    let weights = |form: Form| {
+        let folder = model(&set, Some(gptq()), form);
+        let files = open_files(folder.path()).unwrap();
+        let source = Source::open(&files).unwrap();
+        source.weights().map(|weights| weights.tensors.iter().count()).map_err(|error| error.to_string())
+    };
+    let plain = weights(Matrix::gptq).unwrap();
+    assert_eq!(weights(|matrix, name| with_bias(matrix, name, 0)), Ok(plain));
+    let error = weights(|matrix, name| with_bias(matrix, name, 0x3c)).unwrap_err();
+    assert!(error.contains("model.layers.0.mlp.down_proj.bias and 20 more are no part of a Llama"), "{error}");
 }
