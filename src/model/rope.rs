@@ -6,7 +6,7 @@ use std::ops::RangeInclusive;
 
 use serde_json::Value;
 
-use super::config::{ConfigError, Level, show};
+use super::config::{ConfigError, Level, MAX_POSITIONS, show};
 use crate::checkpoint::short;
 
 /// The values that are accepted for the base of the frequencies.
@@ -17,7 +17,7 @@ const DIVISORS: RangeInclusive<f64> = 1e-6..=1e31;
 /// The type whose share of turning pairs is in [`PARTIAL`].
 const PROPORTIONAL: &str = "proportional";
 const PARTIAL: &str = "partial_rotary_factor";
-const CONTEXTS: RangeInclusive<f64> = 1.0..=16_777_216.0;
+const CONTEXTS: RangeInclusive<f64> = 1.0..=MAX_POSITIONS as f64;
 
 /// A table of rotations: the angle of pair `i` at position `p` is `p` times frequency `i`.
 #[derive(Debug, Clone, PartialEq)]
@@ -54,6 +54,20 @@ pub enum RopeScaling {
     Proportional { share: f64, factor: f64 },
     /// `divisors`, which only GGUF files have: frequency `i` is divided by number `i`.
     Divisors(Vec<f64>),
+}
+
+impl RopeScaling {
+    /// The most positions of a model whose config says `max_position_embeddings`. Model cards tell users to add YaRN to a
+    /// config whose number is that of the model without it.
+    pub(super) fn positions(&self, max_position_embeddings: usize) -> usize {
+        match self {
+            RopeScaling::Yarn { factor, original_context, .. } => {
+                let scaled = (factor * original_context).min(MAX_POSITIONS as f64) as usize;
+                scaled.max(max_position_embeddings)
+            }
+            _ => max_position_embeddings,
+        }
+    }
 }
 
 impl RopeSpec {

@@ -611,6 +611,23 @@ fn an_e_size_reads_texts_and_not_images() {
     assert!(model.limits().images.is_none());
 }
 
+/// The model cards of Qwen say to add YaRN to `config.json`, whose context stays that of the model without it.
+#[test]
+fn yarn_makes_the_context_longer() {
+    let longest = |stated: usize, scaling: Value| {
+        let mut config = config("tiny-qwen3-tied", "config.json");
+        config["max_position_embeddings"] = json!(stated);
+        config["rope_scaling"] = scaling;
+        arch::read(&config, "config.json").unwrap().max_position_embeddings
+    };
+    let yarn = json!({"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32_768});
+    assert_eq!(longest(40_960, yarn.clone()), 131_072);
+    assert_eq!(longest(262_144, yarn), 262_144);
+    assert_eq!(longest(32_768, json!({"rope_type": "yarn", "factor": 2.0})), 65_536);
+    assert_eq!(longest(4096, json!({"rope_type": "yarn", "factor": 10_000.0})), 1 << 24);
+    assert_eq!(longest(16_384, json!({"rope_type": "linear", "factor": 4.0})), 16_384);
+}
+
 /// The config of a published multimodal checkpoint has the language model's fields in `text_config`.
 #[test]
 fn a_model_with_streams_reads_texts_of_a_multimodal_config_and_not_images() {

@@ -129,7 +129,7 @@ pub(in crate::model) fn read(
         norm_weight: NormWeight::AsStored,
         embed_scale: 1.0,
         final_logit_softcap: None,
-        max_position_embeddings: context,
+        max_position_embeddings: scaling.positions(context),
         ropes: vec![RopeSpec { name: "all layers", theta, scaling }],
         tensors: ModelTensors::of(names, &sizes, layers.iter().map(LayerSpec::sizes)),
         layers,
