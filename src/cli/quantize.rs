@@ -36,8 +36,10 @@ const CALIBRATION_TOKENS: usize = 16384;
 /// The file with the vision tower.
 const VISION_FILE: &str = "vision.safetensors";
 /// Files that are copied if they exist.
-const SMALL_FILES: [&str; 6] = [
+const SMALL_FILES: [&str; 8] = [
     "generation_config.json",
+    "preprocessor_config.json",
+    "processor_config.json",
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",

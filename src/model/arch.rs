@@ -8,12 +8,15 @@ use serde_json::{Map, Value};
 
 use super::config::{ConfigError, GenerationConfig, Level, union};
 use super::spec::{Arch, ModelSpec, Shape};
+use super::vision::VisionSpec;
 use super::{gemma3, gemma3n, gemma4, llama, qwen2, qwen3, qwen3_moe};
 use crate::checkpoint::gguf::GgufArch;
-use crate::checkpoint::{CheckpointError, ModelFiles, short};
+use crate::checkpoint::{CheckpointError, ModelFiles, parse_config, short};
 
 const CONFIG_FILE: &str = "config.json";
 const GENERATION_CONFIG_FILE: &str = "generation_config.json";
+const PREPROCESSOR_CONFIG_FILE: &str = "preprocessor_config.json";
+const PROCESSOR_CONFIG_FILE: &str = "processor_config.json";
 
 /// All architectures.
 static ARCHS: [&Arch; 7] = [
@@ -59,6 +62,11 @@ pub fn load(files: &ModelFiles) -> Result<(ModelSpec, GenerationConfig), ConfigE
         (None, Some(file), Err(problem)) => Err(format!("{}: {problem}", file.display())),
         (.., vision) => vision,
     };
+    if let Ok(Some(tower)) = &spec.vision
+        && let Err(problem) = check_processor(files, tower)
+    {
+        spec.vision = Err(problem.to_string());
+    }
     let mut generation = GenerationConfig::default();
     if let Some(bytes) = files.read(GENERATION_CONFIG_FILE)? {
         let file = files.display(GENERATION_CONFIG_FILE);
@@ -70,6 +78,24 @@ pub fn load(files: &ModelFiles) -> Result<(ModelSpec, GenerationConfig), ConfigE
         spec.suppress_tokens = union([spec.suppress_tokens, generation.suppress_tokens.clone()]);
     }
     Ok((spec, generation))
+}
+
+/// Checks what the checkpoint says about the images that its tower gets. transformers 5 writes it to the file of all
+/// processors.
+fn check_processor(files: &ModelFiles, tower: &VisionSpec) -> Result<(), ConfigError> {
+    for name in [PREPROCESSOR_CONFIG_FILE, PROCESSOR_CONFIG_FILE] {
+        let Some(bytes) = files.read(name)? else { continue };
+        let file = files.display(name);
+        let config = parse_config(&bytes, &file)?;
+        let root = Level::root(&config, &file)?;
+        match name {
+            PROCESSOR_CONFIG_FILE => {
+                root.object("image_processor")?.map_or(Ok(()), |own| tower.check_processor(&own))?;
+            }
+            _ => tower.check_processor(&root)?,
+        }
+    }
+    Ok(())
 }
 
 /// Reads a `config.json` of any architecture; messages call it `file_name`.

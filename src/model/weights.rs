@@ -295,9 +295,8 @@ fn is_zero_bias(
     tensor: &Tensor<'_>,
 ) -> bool {
     let matrix = name.strip_suffix(".bias").and_then(|name| known.get(&format!("{name}.weight")));
-    let has_its_shape = |spec: &&TensorSpec| {
-        matches!(spec.role, Role::Projection(_)) && tensor.shape == &spec.shape[..1]
-    };
+    let has_its_shape =
+        |spec: &&TensorSpec| matches!(spec.role, Role::Projection(_)) && tensor.shape == &spec.shape[..1];
     checkpoint.format() == Format::Gptq
         && matrix.is_some_and(has_its_shape)
         && checkpoint.read_f32(tensor).is_ok_and(|values| values.iter().all(|value| *value == 0.0))

@@ -223,5 +223,8 @@ fn biases_of_zeros_in_a_gptq_checkpoint_are_left_out_and_others_are_refused() {
     let plain = weights(Matrix::gptq).unwrap();
     assert_eq!(weights(|matrix, name| with_bias(matrix, name, 0)), Ok(plain));
     let error = weights(|matrix, name| with_bias(matrix, name, 0x3c)).unwrap_err();
-    assert!(error.contains("model.layers.0.mlp.down_proj.bias and 20 more are no part of a Llama"), "{error}");
+    assert!(
+        error.contains("model.layers.0.mlp.down_proj.bias and 20 more are no part of a Llama"),
+        "{error}"
+    );
 }

@@ -4,7 +4,7 @@
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use serde_json::Value;
+use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 use unicorn::checkpoint::{Checkpoint, Encoding};
 use unicorn::image::{Filter, Limits, Rgb, decode};
@@ -16,6 +16,7 @@ use unicorn::model::weights::Weights;
 use unicorn::model::{ImageBudget, ImageSizes, ImageSpan, Runner};
 use unicorn::tensor::{KvDtype, Precision, QuantizeMode, Scheme, VisionMode};
 
+use crate::support::checkpoints::copy_of;
 use crate::support::data;
 use crate::support::goldens::{Goldens, load, load_files, max_difference, rows_at};
 use crate::support::program::{assert_error, output, printed, printed_json, unicorn};
@@ -245,6 +246,78 @@ fn a_tower_is_loaded_if_it_is_wanted_and_there() {
     let text = data("gemma3/tiny-a");
     let auto = LoadOptions { vision: VisionMode::Auto, ..LoadOptions::default() };
     assert_eq!(load(&text, &auto).limits().images, None);
+}
+
+/// Images are made as by the published processors, so a checkpoint that says something else is loaded without its tower.
+#[test]
+fn a_config_of_a_processor_that_makes_other_images_is_refused_by_its_field() {
+    let problem = |set: &str, file: &str, change: &dyn Fn(&mut Value)| {
+        let copy = copy_of(&data(set));
+        let path = copy.path().join(file);
+        let mut config: Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
+        change(&mut config);
+        std::fs::write(&path, config.to_string()).unwrap();
+        let (spec, _) = arch::load(&open_files(copy.path()).unwrap()).unwrap();
+        spec.vision.err().map(|problem| problem.replace(&format!("{}/", copy.path().display()), ""))
+    };
+    const PREPROCESSOR: &str = "preprocessor_config.json";
+    const PROCESSOR: &str = "processor_config.json";
+    for (field, value, expected) in [
+        ("image_mean", json!([0.485, 0.456, 0.406]), Some("image_mean is 0.485; expected 0.5")),
+        ("image_std", json!([0.5, 0.5, 0.25]), Some("image_std is 0.25; expected 0.5")),
+        ("image_std", json!(0.5), None),
+        (
+            "rescale_factor",
+            json!(0.00390625),
+            Some("rescale_factor is 0.00390625; expected 0.00392156862745098"),
+        ),
+        (
+            "do_normalize",
+            json!(false),
+            Some("do_normalize is false; only checkpoints with true can be computed"),
+        ),
+        ("do_resize", json!(false), Some("do_resize is false; only checkpoints with true can be computed")),
+        (
+            "do_pan_and_scan",
+            json!(true),
+            Some("do_pan_and_scan is true; only checkpoints with false can be computed"),
+        ),
+        ("resample", json!(3), Some("resample is 3; expected 2")),
+        ("image_seq_length", json!(256), Some("image_seq_length is 256; expected 16")),
+        ("size", json!({"height": 112, "width": 224}), Some("size.width is 224; expected 112")),
+        ("size", json!(null), None),
+        ("do_convert_rgb", json!(true), None),
+    ] {
+        let found = problem("gemma3-vision/vis-a", PREPROCESSOR, &|config| config[field] = value.clone());
+        assert_eq!(found, expected.map(|expected| format!("{PREPROCESSOR}: {expected}")), "{field}");
+    }
+    // transformers 5 writes the file of all processors.
+    let nested = |config: &mut Value| config["image_processor"] = json!({"resample": 3});
+    let found = problem("gemma3-vision/vis-a", PROCESSOR, &nested);
+    assert_eq!(found.unwrap(), format!("{PROCESSOR}: image_processor.resample is 3; expected 2"));
+    for (set, field, value, expected) in [
+        ("vis4-a", "resample", json!(2), Some("resample is 2; expected 3")),
+        ("vis4-a", "image_mean", json!([0.5, 0.5, 0.5]), None),
+        ("vis4-a", "do_normalize", json!(true), None),
+        (
+            "vis4-c",
+            "pooling_kernel_size",
+            json!(2),
+            Some("patch_size is 16, times pooling_kernel_size (2); expected 48 pixels"),
+        ),
+        ("vis4-c", "patch_size", json!(null), None),
+    ] {
+        let set = format!("gemma4-vision/{set}");
+        let change = |config: &mut Value| config["image_processor"][field] = value.clone();
+        let expected = expected.map(|expected| format!("{PROCESSOR}: image_processor.{expected}"));
+        assert_eq!(problem(&set, PROCESSOR, &change), expected, "{set}: {field}");
+    }
+    let normalized = |config: &mut Value| {
+        config["image_processor"]["do_normalize"] = json!(true);
+        config["image_processor"]["image_mean"] = json!([0.5, 0.5, 0.5]);
+    };
+    let found = problem("gemma4-vision/vis4-a", PROCESSOR, &normalized).unwrap();
+    assert_eq!(found, format!("{PROCESSOR}: image_processor.image_mean is 0.5; expected 0"));
 }
 
 /// Each layer of a step is cut into parts, of which a part of an image needs keys and values of later ones.

@@ -8,7 +8,7 @@ use crate::model::config::{
 use crate::model::rope::THETAS;
 
 /// The largest side of an image in pixels, and the most patches of one. They bound the memory of activations.
-const MAX_SIDE: u64 = 4096;
+pub(super) const MAX_SIDE: u64 = 4096;
 const MAX_PATCHES: usize = 1 << 14;
 
 /// A tower: it makes the embeddings of tokens from the patches of an image.
