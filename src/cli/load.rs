@@ -551,20 +551,14 @@ pub fn runner_of(model: ModelRunner, draft: Option<Draft>) -> Box<dyn Runner> {
     }
 }
 
-/// The engine's options for a runner with these limits, whose sliding blocks have `block_bytes` bytes.
-pub fn engine_config(
-    limits: &model::Limits,
-    block_bytes: u64,
-    config: &Config,
-    queue: usize,
-) -> EngineConfig {
+/// The engine's options for a runner with these limits.
+pub fn engine_config(limits: &model::Limits, config: &Config, queue: usize) -> EngineConfig {
     let gap = Duration::from_millis(config.engine.token_gap_ms);
+    let sliding = || limits.kv.pools.iter().enumerate().filter(|(_, pool)| pool.window.is_some());
+    let block_bytes: u64 = sliding().filter_map(|(pool, _)| limits.block_bytes.get(pool)).sum();
     let turn_blocks = match (config.kv.snapshot_bytes, block_bytes) {
         (Some(bytes), block @ 1..) => (bytes / block) as usize,
-        _ => {
-            let sliding = limits.kv.pools.iter().filter(|pool| pool.window.is_some());
-            sliding.map(|pool| pool.blocks / 2).min().unwrap_or(0)
-        }
+        _ => sliding().map(|(_, pool)| pool.blocks / 2).min().unwrap_or(0),
     };
     let speculation_tokens = config.engine.speculation_tokens;
     // Vulkan validation and the engine's own checks are both for tests and debugging, so one option turns on both.
@@ -583,8 +577,7 @@ pub fn engine(
     queue: usize,
     energy: Option<Arc<dyn EnergyCounter>>,
 ) -> EngineHandle {
-    let block_bytes = model.sliding_block_bytes() + draft.as_ref().map_or(0, Draft::sliding_block_bytes);
-    let config = EngineConfig { energy, ..engine_config(model.limits(), block_bytes, config, queue) };
+    let config = EngineConfig { energy, ..engine_config(model.limits(), config, queue) };
     Engine::start(runner_of(model, draft), config)
 }
 
@@ -619,5 +612,38 @@ impl Drop for EndEngine {
         if !self.0.join(ENGINE_END) {
             tracing::warn!("the engine did not end within {} s", ENGINE_END.as_secs());
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::model::{KvLimits, KvPool, Limits};
+
+    #[test]
+    fn ends_of_turns_take_blocks_of_the_pools_with_a_window() {
+        let pools = [None, Some(8), Some(4)].map(|window| KvPool { window, blocks: 30 });
+        let limits = Limits {
+            max_batch_tokens: 8,
+            max_sequences: 1,
+            max_draws: 1,
+            max_in_flight: 1,
+            kv: KvLimits { block_size: 4, pools: pools.into() },
+            block_bytes: vec![1000, 30, 20],
+            max_context: 64,
+            vocab_size: 8,
+            hidden_size: 8,
+            step_bytes: Vec::new(),
+            images: None,
+        };
+        let turn_blocks = |limits: &Limits, snapshot_bytes| {
+            let mut config = Config::from_layers(&[]).expect("the defaults");
+            config.kv.snapshot_bytes = snapshot_bytes;
+            engine_config(limits, &config, 1).scheduler.turn_blocks
+        };
+        assert_eq!(turn_blocks(&limits, Some(500)), 10);
+        assert_eq!(turn_blocks(&limits, None), 15);
+        // A runner that does not read and write blocks does not say their size.
+        assert_eq!(turn_blocks(&Limits { block_bytes: Vec::new(), ..limits }, Some(500)), 15);
     }
 }

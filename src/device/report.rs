@@ -33,8 +33,6 @@ pub struct DeviceReport {
     pub usable_bytes: u64,
     /// What the kernel driver reports of the placements.
     pub residency: String,
-    /// Bytes of one sliding block of the model and the draft together.
-    pub sliding_block_bytes: u64,
     pub self_test: SelfTested,
     /// How long the device may finish nothing before it counts as hung.
     pub hang_timeout: Duration,
@@ -70,7 +68,6 @@ impl DeviceReport {
             placements: model.placements().iter().map(placed).collect(),
             usable_bytes,
             residency: model.residency().to_string(),
-            sliding_block_bytes: model.sliding_block_bytes() + draft.map_or(0, Draft::sliding_block_bytes),
             self_test,
             hang_timeout: model.device().hang_timeout(),
             npu,

@@ -63,11 +63,6 @@ impl Draft {
     pub fn weight_bytes(&self) -> u64 {
         self.0.weight_bytes()
     }
-
-    /// Bytes of the draft model's part of one KV block, in all sliding layers together.
-    pub fn sliding_block_bytes(&self) -> u64 {
-        self.0.sliding_block_bytes()
-    }
 }
 
 /// A model that runs with its draft model.

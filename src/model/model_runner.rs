@@ -181,14 +181,6 @@ impl ModelRunner {
         self.residency
     }
 
-    /// Bytes of one KV block in all layers with a window together.
-    pub fn sliding_block_bytes(&self) -> u64 {
-        let sliding = self.config.layers.iter().filter(|layer| layer.window.is_some());
-        let block =
-            |layer: &LayerSpec| 2 * memory::kv_block_bytes(&layer.heads, self.kv, self.limits.kv.block_size);
-        sliding.map(block).sum()
-    }
-
     /// Bytes of weights on the device.
     pub fn weight_bytes(&self) -> u64 {
         self.weight_bytes

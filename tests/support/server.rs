@@ -125,7 +125,6 @@ pub fn report() -> ModelReport {
         placements: vec![placed("KV cache", "heap 0", 7), placed("norms", "heap \"1\"", 9)],
         usable_bytes: 90 << 30,
         residency: "confirmed".into(),
-        sliding_block_bytes: 0,
         self_test: SelfTested { kernels: 21, layers: Some(6), seconds: 0.5 },
         hang_timeout: Duration::MAX,
         npu: None,

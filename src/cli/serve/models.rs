@@ -700,7 +700,7 @@ impl ModelLoader {
             energy: meter.clone().map(|meter| meter as Arc<dyn EnergyCounter>),
             lease: self.lease.clone(),
             disk: self.disk(digests.as_deref(), &texts, &device, runner.limits()),
-            ..load::engine_config(runner.limits(), device.sliding_block_bytes, config, queue)
+            ..load::engine_config(runner.limits(), config, queue)
         };
         let report = report::collect(device, observer, courtesy, meter);
         let engine = Engine::start_recoverable(
