@@ -105,20 +105,15 @@ impl ModelRunner {
 
     /// Records what comes after the layers: the requested sums of hidden states, the logits, and the draws from the
     /// logits or their copy to the host.
-    pub(super) fn record_closing(
-        &self,
-        recorder: &mut Recorder<'_>,
-        frame: &Frame,
-        wanted: &StepOutputs,
-        tokens: usize,
-    ) {
+    pub(super) fn record_closing(&self, recorder: &mut Recorder<'_>, frame: &Frame, wanted: &StepOutputs) {
         let (kernels, scratch, rows) = (&self.kernels, &self.scratch, wanted.rows.len());
-        if rows > 0 || !wanted.pooling.is_empty() {
-            self.record_merge(recorder, tokens);
+        let read = wanted.rows_read();
+        if !read.is_empty() {
+            self.record_merge(recorder, &read);
         }
         if !wanted.pooling.is_empty() {
-            let normed = Operand::floats(&scratch.normed);
-            kernels.rms_norm(recorder, &scratch.hidden, &self.norm, &normed, tokens);
+            let normed = Operand::floats(&scratch.normed.rows(&read));
+            kernels.rms_norm(recorder, &scratch.hidden.rows(&read), &self.norm, &normed, read.len());
             let mut to = 0;
             for PoolRequest { rows, slot, fresh, last } in &wanted.pooling {
                 let slot = *slot as usize;

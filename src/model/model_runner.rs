@@ -144,8 +144,7 @@ pub(crate) trait Coprocessor: Any + Send {
 pub(super) struct Closing {
     submit: Submit,
     wanted: StepOutputs,
-    /// The number of the step's tokens, without padding and with it.
-    tokens: usize,
+    /// The number of the step's tokens, with padding.
     padded: usize,
 }
 
@@ -302,7 +301,7 @@ impl ModelRunner {
         });
         self.frames[index].commands = commands;
         result?;
-        self.leave_closing(closing, batch, wanted, padded);
+        self.leave_closing(closing, wanted, padded);
         Ok(())
     }
 
@@ -342,32 +341,25 @@ impl ModelRunner {
                 self.record_rest(r, *layer, rows.clone());
                 self.record_used_experts(r, frame, *layer);
             }
-            StepPart::Closing => self.record_closing(r, frame, wanted, batch.num_tokens()),
+            StepPart::Closing => self.record_closing(r, frame, wanted),
             shared => unreachable!("{shared:?} in a step that is not shared"),
         }
     }
 
     /// Leaves a step's closing to [`Runner::masks`], if the closing waits for masks.
-    pub(crate) fn leave_closing(
-        &mut self,
-        closing: Option<Submit>,
-        batch: &Batch,
-        wanted: StepOutputs,
-        padded: usize,
-    ) {
-        let tokens = batch.num_tokens();
-        self.closing = closing.map(|submit| Closing { submit, wanted, tokens, padded });
+    pub(crate) fn leave_closing(&mut self, closing: Option<Submit>, wanted: StepOutputs, padded: usize) {
+        self.closing = closing.map(|submit| Closing { submit, wanted, padded });
     }
 
     /// Submits the rest of the step on frame `index`, with the masks of its draws.
     fn close(&mut self, index: usize, closing: &Closing, masks: &[Arc<[u32]>]) -> Result<(), GpuError> {
-        let Closing { submit, wanted, tokens, padded } = closing;
+        let Closing { submit, wanted, padded } = closing;
         assert_eq!(masks.len(), wanted.masks, "masks of a step");
         let mut commands = std::mem::take(&mut self.frames[index].commands);
         let frame = &self.frames[index];
         frame.fill_masks(&self.limits, masks);
         let result = commands.run(&self.device, *padded, std::slice::from_ref(submit), &mut |r, _| {
-            self.record_closing(r, frame, wanted, *tokens);
+            self.record_closing(r, frame, wanted);
         });
         self.frames[index].commands = commands;
         result

@@ -102,6 +102,14 @@ struct Recorded {
 }
 
 impl StepOutputs {
+    /// The smallest range with all rows that are read after the layers. Empty if none are.
+    pub fn rows_read(&self) -> Range<usize> {
+        let drawn = self.rows.iter().map(|&row| row as usize..row as usize + 1);
+        let pooled = self.pooling.iter().map(|pooling| pooling.rows.clone());
+        let joined = |a: Range<usize>, b: Range<usize>| a.start.min(b.start)..a.end.max(b.end);
+        drawn.chain(pooled).reduce(joined).unwrap_or(0..0)
+    }
+
     /// Adds the request for one id, with its biases and its mask. Panics if the draw exceeds a bound.
     pub fn draw(&mut self, limits: &Limits, draw: &Draw, sequence: &BatchSequence) {
         let (p, position) = (&draw.params, sequence.start + draw.token + 1);
@@ -548,5 +556,25 @@ mod tests {
         let numbers: std::collections::BTreeSet<_> =
             (1..=256).map(|tokens| padded_tokens(tokens, 256)).collect();
         assert_eq!(numbers.len(), 31);
+    }
+
+    #[test]
+    fn the_rows_read_after_the_layers_are_those_of_draws_and_sums() {
+        let read = |rows: &[u32], pooled: &[Range<usize>]| {
+            let pooling = pooled.iter().map(|rows| PoolRequest {
+                rows: rows.clone(),
+                slot: 0,
+                fresh: true,
+                last: true,
+            });
+            let outputs =
+                StepOutputs { rows: rows.to_vec(), pooling: pooling.collect(), ..StepOutputs::default() };
+            outputs.rows_read()
+        };
+        assert_eq!(read(&[], &[]), 0..0);
+        assert_eq!(read(&[511], &[]), 511..512);
+        assert_eq!(read(&[7, 3, 4], &[]), 3..8);
+        assert_eq!(read(&[], &[2..9]), 2..9);
+        assert_eq!(read(&[1], &[4..9, 9..12]), 1..12);
     }
 }

@@ -4,6 +4,8 @@
 //! Layers compute the first stream, which is `hidden` in [`Scratch`], and begin with a prediction and end with a correction
 //! of all streams. So a layer leaves nothing in `delta` that the next one has to add.
 
+use std::ops::Range;
+
 use super::layers::{DeviceLayer, Scratch, StreamScratch};
 use super::model_runner::ModelRunner;
 use super::tensors::{KeptMatrices, StreamProjections};
@@ -36,17 +38,24 @@ impl ModelRunner {
         self.kernels.streams().spread(recorder, streams.all(hidden), tokens);
     }
 
-    /// Brings all streams together in the first one, after the last layer.
-    pub(super) fn record_merge(&self, recorder: &mut Recorder<'_>, tokens: usize) {
+    /// Brings all streams of these rows together in the first one, after the last layer.
+    pub(super) fn record_merge(&self, recorder: &mut Recorder<'_>, rows: &Range<usize>) {
         let Some(StreamProjections { altup_unembed_projections, .. }) = &self.streams else { return };
         let Scratch { hidden, normed, delta, .. } = &self.scratch;
         let StreamScratch { others, predicted, .. } = self.scratch.of_streams();
+        let others = others.each_ref().map(|stream| stream.rows(rows));
         // These are not in use after the last layer.
-        let products = [delta, normed, predicted];
-        self.record_stream_products(recorder, altup_unembed_projections, others.each_ref(), products, tokens);
-        let [second, third, fourth] = products;
+        let products = [delta, normed, predicted].map(|product| product.rows(rows));
+        self.record_stream_products(
+            recorder,
+            altup_unembed_projections,
+            others.each_ref(),
+            products.each_ref(),
+            rows.len(),
+        );
+        let [second, third, fourth] = &products;
         recorder.label("streams");
-        self.kernels.streams().merge(recorder, [hidden, second, third, fourth], tokens);
+        self.kernels.streams().merge(recorder, [&hidden.rows(rows), second, third, fourth], rows.len());
     }
 
     /// The products of the matrices of the other streams with an input each.

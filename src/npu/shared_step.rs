@@ -193,7 +193,7 @@ impl ModelRunner {
         });
         self.frames[index].commands = commands;
         result?;
-        self.leave_closing(closing, batch, wanted, padded);
+        self.leave_closing(closing, wanted, padded);
         Ok(())
     }
 }
