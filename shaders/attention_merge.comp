@@ -2,8 +2,7 @@
 // divides by the sum of the weights.
 //
 //   single, tiles  f32 [slots, num_heads, HEAD_DIM / 4 + 1, 4]: partials of single tokens, and of tiles of tokens
-//   merges  [tokens] of (first slot, number of slots). The slots are in `tiles` if the highest bit of the first slot is
-//           set. A padding token has 0 slots
+//   merges  [tokens] of the slots of a token (common/softmax.glsl). A padding token has 0 slots
 //   y  f32 [tokens, num_heads, HEAD_DIM]; 0 for a token without partials
 //
 // With INT8 the kernel writes y quantized, as blocks and scales (common/fast.glsl). With BOTH it writes y and the
@@ -20,12 +19,11 @@
 #include "quantize.glsl"
 
 layout(local_size_x = INVOCATIONS) in;
-layout(buffer_reference, std430, buffer_reference_align = 8) readonly buffer Merges { uvec2 at[]; };
 
 layout(push_constant, std430) uniform Push {
     ReadVec4s single;
     ReadVec4s tiles;
-    Merges merges;
+    ReadUvec2s merges;
     WriteVec4s y;
     WriteBlocks blocks;
     WriteScales scales;
@@ -35,13 +33,11 @@ layout(push_constant, std430) uniform Push {
     uint padded;
 };
 
-const uint IN_TILES = 0x80000000u;
-
 void main() {
     const uint token = gl_WorkGroupID.y, first_four = gl_WorkGroupID.x * WORKGROUP;
     const uvec2 merge = merges.at[token];
-    const bool in_tiles = (merge.x & IN_TILES) != 0;
-    const uint first = merge.x & ~IN_TILES;
+    const bool in_tiles = is_in_tiles(merge);
+    const uint first = first_slot(merge);
     for (uint turn = 0; turn < TURNS && first_four + turn * INVOCATIONS < num_heads * fours; turn++) {
         const uint four = first_four + lane_of(turn), head = four / fours, lane = four % fours;
         vec4 value = vec4(0);

@@ -15,6 +15,7 @@
 #define WORKGROUP 256
 #include "lanes.glsl"
 #include "reduce.glsl"
+#include "columns.glsl"
 
 layout(local_size_x = INVOCATIONS) in;
 
@@ -32,8 +33,6 @@ layout(push_constant, std430) uniform Push {
     float eps;
     float sum_eps;
 };
-
-float add_squares(float sum, vec4 v) { return fma(v.w, v.w, fma(v.z, v.z, fma(v.y, v.y, fma(v.x, v.x, sum)))); }
 
 // The weighted sum of the i-th four columns.
 vec4 sum_at(uint i) {

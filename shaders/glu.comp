@@ -11,6 +11,7 @@
 #include "memory.glsl"
 #define WORKGROUP 256
 #include "lanes.glsl"
+#include "columns.glsl"
 #if defined(INT8) || defined(BOTH)
 #include "fast.glsl"
 #include "quantize.glsl"
@@ -52,8 +53,7 @@ void main() {
             const uint at = (row * stride + column) / 4;
             const vec4 g = gate.at[at], u = up.at[(row * up_stride + column) / 4];
             value = vec4(activated(g.x) * u.x, activated(g.y) * u.y, activated(g.z) * u.z, activated(g.w) * u.w);
-            // Memory beyond the row may contain any values.
-            value = mix(vec4(0), value, lessThan(uvec4(column, column + 1, column + 2, column + 3), uvec4(width)));
+            value = within(value, column, width);
 #ifndef INT8
             gate.at[at] = value;
 #endif

@@ -16,6 +16,7 @@
 #extension GL_GOOGLE_include_directive : require
 #include "memory.glsl"
 #include "weights.glsl"
+#include "columns.glsl"
 
 const uint SPLITS = 4;
 layout(constant_id = 0) const uint COLUMNS = 1;
@@ -95,7 +96,7 @@ void add_four(uint i, uint first_token, uint k, bool all_there) {
     [[unroll]] for (uint c = 0; c < COLUMNS; c++) {
         vec4 v = x.at[(x_row(first_token + c) * x_stride + k) / 4];
         // Memory beyond the row holds another row or undefined values. They are replaced by 0, since 0 * NaN is NaN.
-        if (!all_there) v = mix(vec4(0), v, lessThan(uvec4(k, k + 1, k + 2, k + 3), uvec4(cols)));
+        if (!all_there) v = within(v, k, cols);
         [[unroll]] for (uint r = 0; r < ROWS; r++)
             sum[r][c] = fma(w[r].w, v.w, fma(w[r].z, v.z, fma(w[r].y, v.y, fma(w[r].x, v.x, sum[r][c]))));
 #if defined(SHIFTED)

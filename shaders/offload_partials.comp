@@ -3,7 +3,7 @@
 // of weights of 1. All other partials of the token for these heads are empty.
 //
 //   attended       f32 [heads of the NPU][row_stride][head_dim]
-//   merges         [tokens] of (first slot, number of slots), as attention_merge.comp has them
+//   merges         [tokens] of the slots of a token (common/softmax.glsl)
 //   single, tiles  f32 [slots, num_heads, head_dim / 4 + 1, 4]
 //
 // All workgroups with the same y process one token; a lane writes four dimensions of a head, or its score and sum.
@@ -13,11 +13,10 @@
 #include "softmax.glsl"
 
 layout(local_size_x = 256) in;
-layout(buffer_reference, std430, buffer_reference_align = 8) readonly buffer Merges { uvec2 at[]; };
 
 layout(push_constant, std430) uniform Push {
     ReadVec4s attended;
-    Merges merges;
+    ReadUvec2s merges;
     WriteVec4s single;
     WriteVec4s tiles;
     uint num_heads;
@@ -26,15 +25,13 @@ layout(push_constant, std430) uniform Push {
     uint row_stride;
 };
 
-const uint IN_TILES = 0x80000000u;
-
 void main() {
     const uint token = gl_WorkGroupID.y, index = gl_GlobalInvocationID.x;
     const uint head = index / (fours + 1), lane = index % (fours + 1);
     if (head >= heads) return;
     const uvec2 merge = merges.at[token];
-    const bool in_tiles = (merge.x & IN_TILES) != 0;
-    const uint first = merge.x & ~IN_TILES;
+    const bool in_tiles = is_in_tiles(merge);
+    const uint first = first_slot(merge);
     vec4 all = vec4(0.0, 1.0, 0.0, 0.0), none = vec4(LOWEST, 0.0, 0.0, 0.0);
     if (lane < fours) {
         all = attended.at[(head * row_stride + token) * fours + lane];

@@ -7,6 +7,7 @@
 #include "fast.glsl"
 #define WORKGROUP 256
 #include "lanes.glsl"
+#include "columns.glsl"
 #include "quantize.glsl"
 
 layout(local_size_x = INVOCATIONS) in;
@@ -26,11 +27,7 @@ void main() {
     for (uint turn = 0; turn < TURNS && first + turn * 4 * INVOCATIONS < width; turn++) {
         const uint column = first + 4 * lane_of(turn);
         vec4 value = vec4(0);
-        if (column < width) {
-            value = x.at[(row * stride + column) / 4];
-            // Memory beyond the row may contain any values.
-            value = mix(vec4(0), value, lessThan(uvec4(column, column + 1, column + 2, column + 3), uvec4(width)));
-        }
+        if (column < width) value = within(x.at[(row * stride + column) / 4], column, width);
         quantize_four(blocks, scales, padded, row, column, width, value);
     }
 }

@@ -20,6 +20,7 @@
 #define WORKGROUP 256
 #include "lanes.glsl"
 #include "reduce.glsl"
+#include "columns.glsl"
 
 layout(local_size_x = INVOCATIONS) in;
 
@@ -64,10 +65,7 @@ void main() {
     const uint token = gl_WorkGroupID.x, fours = dim / 4, from = token * fours;
     for (uint turn = 0; turn < TURNS; turn++) {
         float squares = 0.0;
-        for (uint i = lane_of(turn); i < fours; i += WORKGROUP) {
-            const vec4 v = x.at[from + i];
-            squares = fma(v.w, v.w, fma(v.z, v.z, fma(v.y, v.y, fma(v.x, v.x, squares))));
-        }
+        for (uint i = lane_of(turn); i < fours; i += WORKGROUP) squares = add_squares(squares, x.at[from + i]);
         share(lane_of(turn), squares);
     }
     const float norm = inversesqrt(workgroup_sum() / float(dim) + eps);

@@ -16,6 +16,14 @@ const float LOWEST = -1e38;
 // (`Splits` in src/kernels/attention.rs).
 const uint SPLITS_OF_1 = 16, SPLITS_OF_4 = 28;
 
+// The slots of a token's partials: (first slot, number of slots). The highest bit of the first slot says that they are
+// partials of a tile of tokens.
+const uint OF_TILES = 0x80000000u;
+
+bool is_in_tiles(uvec2 slots) { return (slots.x & OF_TILES) != 0; }
+
+uint first_slot(uvec2 slots) { return slots.x & ~OF_TILES; }
+
 // The first key of a split.
 uint split_start(uint split, uint unit, bool grows) {
     if (!grows || split <= SPLITS_OF_1) return split * unit;
