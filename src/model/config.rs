@@ -58,7 +58,9 @@ impl GenerationConfig {
             do_sample: level.flag("do_sample")?,
             sampling: SamplingOptions {
                 temperature: number("temperature", 0.0..=100.0)?,
+                // Some files turn it off by -1, as requests may.
                 top_k: match level.get("top_k") {
+                    Some(v) if v.as_f64() == Some(-1.0) => Some(0),
                     Some(v) => Some(level.whole("top_k", v, 0..=u32::MAX.into())? as u32),
                     None => None,
                 },

@@ -633,6 +633,8 @@ fn unsupported_configs_are_refused_with_the_name_of_the_field() {
         let error = GenerationConfig::from_json(json.as_bytes(), "generation_config.json").unwrap_err();
         assert_eq!(error.to_string(), format!("generation_config.json: {expected}"));
     }
+    let off = GenerationConfig::from_json(br#"{"top_k": -1}"#, "generation_config.json").unwrap();
+    assert_eq!(off.sampling.top_k, Some(0));
 }
 
 // ---- Bad files ----------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ pub(super) fn generation_config(metadata: &Metadata) -> Result<Option<Json>, Hea
     let mut config = Map::new();
     for (key, field) in [
         ("general.sampling.temp", "temperature"),
+        ("general.sampling.top_k", "top_k"),
         ("general.sampling.top_p", "top_p"),
         ("general.sampling.min_p", "min_p"),
         ("general.sampling.penalty_repeat", "repetition_penalty"),
@@ -21,9 +22,6 @@ pub(super) fn generation_config(metadata: &Metadata) -> Result<Option<Json>, Hea
         if let Some(number) = metadata.number(key)? {
             config.insert(field.into(), json!(number));
         }
-    }
-    if let Some(top_k) = metadata.whole("general.sampling.top_k")? {
-        config.insert("top_k".into(), json!(top_k));
     }
     if config.is_empty() {
         return Ok(None);
