@@ -416,6 +416,7 @@ fn configs_that_cannot_be_computed_are_refused_by_name() {
             json!([0.95]),
             "has 1 entries; expected num_hidden_layers (10)",
         ),
+        ("tiny-gemma3n", "activation_sparsity_pattern", json!(0.95), "is 0.95; expected a list"),
         ("tiny-gemma3n", "intermediate_size", json!([128, 64]), "has 2 entries; expected num_hidden_layers"),
         ("tiny-gemma4-31b", "num_kv_shared_layers", json!(8), "is 8; expected at most 7 layers"),
         (

@@ -130,6 +130,9 @@ fn intermediate_sizes(text: &Level, layers: usize) -> Result<Vec<usize>, ConfigE
 fn gate_cutoffs(text: &Level, layers: usize) -> Result<Vec<Option<f32>>, ConfigError> {
     const NAME: &str = "activation_sparsity_pattern";
     let Some(list) = list(text, NAME, layers)? else {
+        if let Some(other) = text.get(NAME) {
+            return Err(text.mismatch(NAME, other, "a list"));
+        }
         let sparse = if layers > SPARSE_LAYERS { SPARSE_LAYERS } else { 0 };
         return Ok((0..layers).map(|layer| (layer < sparse).then(|| cutoff(SPARSITY))).collect());
     };
