@@ -36,7 +36,7 @@ pub struct Config {
     /// Number of query heads, a multiple of `num_key_value_heads`.
     pub num_attention_heads: usize,
     pub num_key_value_heads: usize,
-    /// Dimension of a head, a multiple of 4 from 32 to 256.
+    /// Dimension of a head, a multiple of 4 from 16 to 512; above 256, a multiple of 8.
     pub head_dim: usize,
     pub rms_norm_eps: f32,
     pub max_position_embeddings: usize,

@@ -53,27 +53,21 @@ impl Config {
             num_key_value_heads: self.num_key_value_heads,
             head_dim: self.head_dim,
         };
-        let layer = |kind: &LayerType| match kind {
-            LayerType::SlidingAttention => LayerSpec {
-                window: Some(self.sliding_window),
-                rope: SLIDING,
+        let layer = |kind: &LayerType| {
+            let (window, rope) = match kind {
+                LayerType::SlidingAttention => (Some(self.sliding_window), SLIDING),
+                LayerType::FullAttention => (None, FULL),
+            };
+            LayerSpec {
+                window,
+                rope,
                 heads,
                 has_values_of_keys: false,
                 kv_source: None,
                 intermediate_size: self.intermediate_size,
                 gate_cutoff: None,
                 feed_forward: FeedForward::Dense,
-            },
-            LayerType::FullAttention => LayerSpec {
-                window: None,
-                rope: FULL,
-                heads,
-                has_values_of_keys: false,
-                kv_source: None,
-                intermediate_size: self.intermediate_size,
-                gate_cutoff: None,
-                feed_forward: FeedForward::Dense,
-            },
+            }
         };
         let layers: Vec<_> = self.layer_types.iter().map(layer).collect();
         let sizes = Sizes {
