@@ -958,6 +958,23 @@ fn a_gpt2_style_vocabulary_gives_the_ids_of_its_tokenizer_json() {
     );
 }
 
+/// llama.cpp splits the texts of Qwen models which DeepSeek-R1 was distilled to as those of other Qwen models.
+#[test]
+fn two_names_stand_for_the_way_to_split_texts_of_qwen() {
+    let json = |pre: &str| {
+        let mut file = Writer::new();
+        file.set("tokenizer.ggml.model", Val::Text("gpt2".into()))
+            .set("tokenizer.ggml.pre", Val::Text(pre.into()))
+            .set("tokenizer.ggml.tokens", Val::Texts(["<|end|>", "a", "b", "ab"].map(String::from).into()))
+            .set("tokenizer.ggml.token_type", Val::Ints(vec![3, 1, 1, 1]))
+            .set("tokenizer.ggml.merges", Val::Texts(vec!["a b".into()]))
+            .set("tokenizer.ggml.eos_token_id", Val::U32(0));
+        file.files().read("tokenizer.json").unwrap().unwrap()
+    };
+    assert!(json("deepseek-r1-qwen") == json("qwen2"));
+    assert!(json("deepseek-r1-qwen") != json("gpt-2"));
+}
+
 #[test]
 fn a_mixture_of_experts_is_refused_by_its_key() {
     let mut file = Writer::new();

@@ -30,7 +30,8 @@ impl Splitting {
         match metadata.text(PRE)? {
             Some("gpt-2" | "gpt2") => Ok(Splitting::Gpt2),
             Some("llama-bpe" | "llama3" | "llama-v3") => Ok(Splitting::Llama3),
-            Some("qwen2") => Ok(Splitting::Qwen2),
+            // The second is that of the Qwen models which DeepSeek-R1 was distilled to.
+            Some("qwen2" | "deepseek-r1-qwen") => Ok(Splitting::Qwen2),
             Some("smollm") => Ok(Splitting::SmolLm),
             Some(other) => {
                 let problem = format!(
