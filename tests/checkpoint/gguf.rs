@@ -1362,6 +1362,7 @@ fn metadata_of_an_unsupported_model_is_refused_with_its_key() {
         ("gemma3.attention.value_length", some(64u32), "is 64; expected the length of the keys (32)"),
         ("gemma3.rope.dimension_count", some(16u32), "is 16; expected the length of the keys (32)"),
         ("gemma3.attention.causal", some(false), "is false; expected a model that generates text"),
+        ("gemma3.pooling_type", some(3u32), "is 3; expected a model that generates text"),
         ("gemma3.attention.sliding_window", None, "is missing; expected a number"),
         (PATTERN, some(0u32), "is 0; expected 1 to 1024, or a list"),
         (PATTERN, some(vec![true; 2]), "has 2 elements; expected one per layer (1)"),

@@ -257,6 +257,12 @@ impl<'a, 'm> Keys<'a, 'm> {
         if self.metadata.flag(&self.full("attention.causal"))? == Some(false) {
             return Err(self.error("attention.causal", "is false; expected a model that generates text"));
         }
+        // llama.cpp's numbers of what models for embeddings and rerankers make from a text: 0 is nothing, and 1 the mean.
+        if let Some(other) = self.whole("pooling_type")?.filter(|other| *other > 1) {
+            return Err(
+                self.error("pooling_type", format!("is {other}; expected a model that generates text"))
+            );
+        }
         Ok(Geometry {
             blocks,
             hidden,
