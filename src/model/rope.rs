@@ -144,11 +144,19 @@ pub(super) fn rope_type<'a>(level: &Level<'a>) -> Result<Option<&'a str>, Config
         }
         (a, b) => a.or(b),
     };
+    if kind != Some(PROPORTIONAL) {
+        check_share(level)?;
+    }
+    Ok(kind)
+}
+
+/// Refuses RoPE in a part of the dimensions.
+fn check_share(level: &Level) -> Result<(), ConfigError> {
     match level.get(PARTIAL) {
-        Some(part) if kind != Some(PROPORTIONAL) && part.as_f64() != Some(1.0) => {
+        Some(part) if part.as_f64() != Some(1.0) => {
             Err(level.error(PARTIAL, format!("is {}; expected 1", show(part))))
         }
-        _ => Ok(kind),
+        _ => Ok(()),
     }
 }
 
@@ -160,6 +168,8 @@ pub(super) fn read(
     head_dim: usize,
     context: usize,
 ) -> Result<(f64, RopeScaling), ConfigError> {
+    // In older configs, it is beside the base.
+    check_share(config)?;
     let theta = config.number("rope_theta", default_theta, THETAS)?;
     let old = match config.object("rope_scaling")? {
         Some(level) => Some(scaling(&level, head_dim, context)?),

@@ -406,6 +406,7 @@ fn configs_that_cannot_be_computed_are_refused_by_name() {
             of_e2b("vocab_size_per_layer_input", 500),
             "is 500; expected vocab_size (512)",
         ),
+        ("tiny-llama", "partial_rotary_factor", json!(0.5), "partial_rotary_factor is 0.5; expected 1"),
         ("tiny-gemma3n", "altup_num_inputs", json!(2), "altup_num_inputs is 2; expected 4"),
         ("tiny-gemma3n", "altup_active_idx", json!(1), "altup_active_idx is 1; expected 0"),
         ("tiny-gemma3n", "altup_correct_scale", json!(false), "altup_correct_scale is false; only"),
