@@ -35,5 +35,5 @@ pub use layer_values::{Deviation, Expected, LayerValues};
 pub use legacy::LegacyTensor;
 pub use native::{FileWriter, Form, Manifest, NativeTensor, NativeWriter, NewTensor, Synthetic, verify};
 pub use open::Checkpoint;
-pub use packed::PackedMatrix;
+pub use packed::{PACKING_FIELDS, PackedMatrix};
 pub use view::{Encoding, Stack, Tensor};

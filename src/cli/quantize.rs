@@ -18,7 +18,7 @@ use super::load::{self, Watch};
 use super::progress::Bar;
 use super::terminal::{bytes, print};
 use crate::checkpoint::{
-    Checkpoint, CheckpointError, Form, Manifest, ModelFiles, NativeWriter, NewTensor, Tensor,
+    Checkpoint, CheckpointError, Form, Manifest, ModelFiles, NativeWriter, NewTensor, PACKING_FIELDS, Tensor,
 };
 use crate::config::Config;
 use crate::device::resident_bytes;
@@ -360,9 +360,13 @@ impl Conversion<'_> {
             }
         }
         let mut config = (*files.config()?.expect("a config that was loaded")).clone();
-        if let Some(fields) = config.as_object_mut() {
-            // It describes the source, and not this checkpoint.
-            fields.shift_remove("quantization_config");
+        // They describe the source, and not this checkpoint.
+        for level in ["", "/text_config"] {
+            if let Some(fields) = config.pointer_mut(level).and_then(serde_json::Value::as_object_mut) {
+                for name in PACKING_FIELDS {
+                    fields.shift_remove(name);
+                }
+            }
         }
         self.writer.copy("config.json", format!("{config:#}\n").as_bytes())?;
         Ok(config)

@@ -324,6 +324,22 @@ fn parts_of_a_matrix_are_found_in_different_shards() {
 }
 
 #[test]
+fn older_configs_are_read_as_newer_ones() {
+    let values = |config: &Value, parts: &[PackedPart]| {
+        let f = folder(None, parts);
+        fs::write(f.path().join("config.json"), config.to_string()).unwrap();
+        opened(f.path()).get("p.weight").unwrap().to_f32().unwrap()
+    };
+    let [new, old] = ["quantization_config", "compression_config"]
+        .map(|name| values(&json!({name: compressed()}), &compressed_parts()));
+    assert_eq!(old, new);
+    let mut unnamed = awq();
+    unnamed.as_object_mut().unwrap().remove("version");
+    let [new, old] = [awq(), unnamed].map(|awq| values(&json!({"quantization_config": awq}), &awq_parts()));
+    assert_eq!(old, new);
+}
+
+#[test]
 fn unsupported_quantization_configs_are_refused_with_the_field() {
     // A format, the place of one field, and its value; or a whole config.
     let cases = r#"

@@ -14,7 +14,11 @@ use crate::tensor::DType;
 /// Maximum number of `config_groups`. Known checkpoints have one.
 const MAX_CONFIG_GROUPS: usize = 64;
 
-/// How a checkpoint is packed, according to `quantization_config` in its config.json.
+/// The fields of a config.json that describe how the checkpoint is packed. compressed-tensors wrote the second until
+/// 2024.
+pub const PACKING_FIELDS: [&str; 2] = ["quantization_config", "compression_config"];
+
+/// How a checkpoint is packed, according to its config.json.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Method {
     Gptq {
@@ -38,13 +42,14 @@ pub(super) struct Numbers {
 }
 
 impl Method {
-    /// Reads the config.json of any model; `None` if it has no `quantization_config`.
+    /// Reads the config.json of any model; `None` if it has none of [`PACKING_FIELDS`].
     pub(super) fn read(config: &Value) -> Result<Option<Method>, String> {
-        let found = config
-            .get("quantization_config")
-            .or_else(|| config.get("text_config")?.get("quantization_config"));
-        let Some(found) = found.filter(|value| !value.is_null()) else { return Ok(None) };
-        let object = Fields::of("quantization_config".into(), found)?;
+        let levels = [Some(config), config.get("text_config")].into_iter().flatten();
+        let fields = levels.flat_map(|level| PACKING_FIELDS.map(|name| (name, level.get(name))));
+        let mut fields =
+            fields.filter_map(|(name, value)| Some((name, value.filter(|value| !value.is_null())?)));
+        let Some((name, found)) = fields.next() else { return Ok(None) };
+        let object = Fields::of(name.into(), found)?;
         let method = match object.text("quant_method")? {
             Some("gptq") => Self::read_gptq(&object),
             Some("awq") => Self::read_awq(&object),
@@ -77,9 +82,10 @@ impl Method {
     }
 
     fn read_awq(object: &Fields) -> Result<Self, String> {
-        let version = object.text("version")?.or(object.text("checkpoint_format")?);
-        if !version.is_some_and(|v| v.eq_ignore_ascii_case("gemm")) {
-            return Err(object.unlike("version", quote(version), "\"gemm\""));
+        // Without a version, it is this one in transformers too.
+        let version = object.text("version")?.or(object.text("checkpoint_format")?).unwrap_or("gemm");
+        if !version.eq_ignore_ascii_case("gemm") {
+            return Err(object.unlike("version", quote(Some(version)), "\"gemm\""));
         }
         let numbers = object.numbers("bits", "group_size")?;
         if numbers.bits != 4 {

@@ -30,6 +30,7 @@ pub(super) mod matrix;
 mod method;
 
 pub use matrix::PackedMatrix;
+pub use method::PACKING_FIELDS;
 
 use matrix::Layout;
 use method::{Method, PartKind, Parts, StoredPart};
