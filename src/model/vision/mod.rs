@@ -1,7 +1,7 @@
 //! The tower of a model that sees images: it turns the pixels of an image into embeddings of tokens.
 //!
-//! `spec` describes a tower as data, `processor` checks that images are made as it was trained, `request` says what memory it takes, `load` fills that memory, and `tower` computes the
-//! embeddings on the device.
+//! `spec` describes a tower as data, `processor` checks that images are made as it was trained, `request` says what memory
+//! it takes, `load` fills that memory, and `tower` computes the embeddings on the device.
 
 mod load;
 mod processor;
