@@ -1010,6 +1010,19 @@ pub(super) fn macs_per_token(c: &ModelSpec, layer: &Layer<TensorSpec>) -> u64 {
     layer.projections.iter().chain(layer.kept.iter()).map(macs).sum()
 }
 
+/// Multiply-adds of the matrices before the first layer and after the last one, without the head, for one token.
+pub(super) fn outer_macs_per_token(c: &ModelSpec) -> [u64; 2] {
+    let ModelTensors { per_layer, streams, .. } = &c.tensors;
+    let projected = per_layer.as_ref().map_or(0, |all| all.per_layer_model_projection.elements());
+    let sum = |matrices: &[TensorSpec]| matrices.iter().map(TensorSpec::elements).sum::<u64>();
+    let of_streams = streams.as_ref().map(|streams| {
+        let StreamProjections { altup_projections, altup_unembed_projections } = streams;
+        [sum(altup_projections), sum(altup_unembed_projections)]
+    });
+    let [spread, merged] = of_streams.unwrap_or_default();
+    [projected + spread, merged]
+}
+
 /// The schemes that each mode of `--quantize` gives a checkpoint, by option.
 pub fn quantize_modes(weights: &Weights<'_>) -> Result<Vec<(String, Schemes)>, CheckpointError> {
     let each = QuantizeMode::ALL.into_iter();

@@ -485,14 +485,17 @@ impl ModelRunner {
         let layers: Vec<LayerWork> =
             layers.map(|layer| works[layer.pool].clone().expect("its pool has a layer")).collect();
         // A step with masks submits its closing alone, because grammars compute the masks while the layers run.
+        let [before, after] = memory::outer_macs_per_token(c);
+        let opening = WorkAmount::products(before, tokens);
+        let read = wanted.rows_read();
+        let merged = WorkAmount::products(after, read.len());
         let logits = WorkAmount::draws((c.hidden_size * c.vocab_size) as u64, wanted.rows.len());
-        let closing =
-            (!wanted.rows.is_empty() || !wanted.pooling.is_empty()).then_some((logits, wanted.masks > 0));
+        let closing = (!read.is_empty()).then_some((merged + logits, wanted.masks > 0));
         let limit = match self.device.courtesy().is_bound() {
             true => self.max_submit.min(self.max_courteous_submit),
             false => self.max_submit,
         };
-        submits::plan(&layers, tokens, closing, &self.rates, limit)
+        submits::plan(&layers, tokens, (opening, closing), &self.rates, limit)
     }
 }
 

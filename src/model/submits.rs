@@ -201,16 +201,16 @@ impl Cutting<'_> {
 }
 
 /// Cuts a step of `tokens` tokens into submits that are expected to take no longer than `limit`. If even a part of the
-/// smallest size takes longer, it is a separate submit. `closing` holds the work after the layers, if any, and whether
-/// it is submitted alone.
+/// smallest size takes longer, it is a separate submit. `opening` is the work before the layers, and `closing` holds the
+/// work after them, if any, and whether it is submitted alone.
 pub(super) fn plan(
     layers: &[LayerWork],
     tokens: usize,
-    closing: Option<(WorkAmount, bool)>,
+    (opening, closing): (WorkAmount, Option<(WorkAmount, bool)>),
     rates: &Rates,
     limit: Duration,
 ) -> Vec<Submit> {
-    let submits = vec![Submit { parts: vec![StepPart::Opening], work: WorkAmount::default() }];
+    let submits = vec![Submit { parts: vec![StepPart::Opening], work: opening }];
     let mut cutting = Cutting { submits, is_closed: false, tokens, rates, limit };
     for (first, segment) in (0..).step_by(SEGMENT_LAYERS).zip(layers.chunks(SEGMENT_LAYERS)) {
         let is_shared = segment.iter().any(|layer| layer.shared.is_some());
@@ -293,7 +293,8 @@ mod tests {
         };
         let parts = |layers: &[LayerWork], tokens, closing: Option<u64>, ms| -> Vec<Vec<StepPart>> {
             let closing = closing.map(|ms| (WorkAmount::attention(ms), false));
-            plan(layers, tokens, closing, &rates, ms * MS).into_iter().map(|submit| submit.parts).collect()
+            let outside = (WorkAmount::default(), closing);
+            plan(layers, tokens, outside, &rates, ms * MS).into_iter().map(|submit| submit.parts).collect()
         };
         assert_eq!(
             parts(&works(&[1; 9]), 5, Some(2), 100),
@@ -322,10 +323,14 @@ mod tests {
             [LayerWork { weights: 100, reading: 0, attention: 0, shared: None, projected_first: None }];
         assert_eq!(parts(&weights, 9, None, 25), [[Opening, Segment(0..1)]]);
         assert_eq!(parts(&weights, 9, None, 1), [vec![Opening, layer(0, 0..8)], vec![layer(0, 8..9)]]);
-        let all = plan(&works(&[50; 7]), 40, Some((WorkAmount::attention(3), true)), &rates, 21 * MS);
+        let outside = (WorkAmount::default(), Some((WorkAmount::attention(3), true)));
+        let all = plan(&works(&[50; 7]), 40, outside, &rates, 21 * MS);
         let sum = all.iter().fold(WorkAmount::default(), |sum, submit| sum + submit.work);
         assert_eq!(sum, WorkAmount::attention(353));
         assert_eq!(all.last().expect("some").parts, [Closing], "alone");
+        let opened = plan(&works(&[18]), 40, (WorkAmount::attention(5), None), &rates, 21 * MS);
+        let opened: Vec<_> = opened.into_iter().map(|submit| submit.parts).collect();
+        assert_eq!(opened, [[Opening], [Segment(0..1)]]);
     }
 
     #[test]
@@ -337,7 +342,8 @@ mod tests {
         let layer = LayerWork { weights: 30, reading: 0, attention: 60, shared: None, projected_first };
         let closing = Some((WorkAmount::attention(1), false));
         let parts = |ms| -> Vec<Vec<StepPart>> {
-            let all = plan(std::slice::from_ref(&layer), 40, closing, &rates, ms * MS);
+            let outside = (WorkAmount::default(), closing);
+            let all = plan(std::slice::from_ref(&layer), 40, outside, &rates, ms * MS);
             all.into_iter().map(|submit| submit.parts).collect()
         };
         assert_eq!(parts(1000), [[Opening, Segment(0..1), Closing]], "in one go");
@@ -363,7 +369,8 @@ mod tests {
         let layers = [plain(1), shared.clone(), shared.clone(), plain(2), plain(3)];
         let (tokens, closing) = (40, Some((WorkAmount::attention(1), false)));
         let parts = |layers: &[LayerWork], ms| -> Vec<Vec<StepPart>> {
-            plan(layers, tokens, closing, &rates, ms * MS).into_iter().map(|submit| submit.parts).collect()
+            let outside = (WorkAmount::default(), closing);
+            plan(layers, tokens, outside, &rates, ms * MS).into_iter().map(|submit| submit.parts).collect()
         };
         let [rows, layer] = [|| 0..40, || 0..40];
         let expected = [
@@ -395,7 +402,8 @@ mod tests {
         let cut = parts(std::slice::from_ref(&shared), 5);
         let attention = |from: usize, to: usize| vec![Attention { layer: 0, rows: from..to }];
         assert!(cut.len() > 4 && cut.contains(&attention(0, 16)), "{cut:?}");
-        let own: Vec<WorkAmount> = plan(std::slice::from_ref(&shared), tokens, None, &rates, 5 * MS)
+        let outside = (WorkAmount::default(), None);
+        let own: Vec<WorkAmount> = plan(std::slice::from_ref(&shared), tokens, outside, &rates, 5 * MS)
             .into_iter()
             .filter(|submit| matches!(submit.parts[0], Attention { .. }))
             .map(|submit| submit.work)
@@ -405,7 +413,7 @@ mod tests {
         // A coprocessor with all heads leaves no attention of its rows to the device.
         let all = SharedWork { rows: 0..40, own: 0, all: 10, ..shared.shared.clone().expect("it is") };
         let all = LayerWork { shared: Some(all), ..shared };
-        let nothing = plan(&[all], tokens, None, &rates, 100 * MS);
+        let nothing = plan(&[all], tokens, outside, &rates, 100 * MS);
         assert_eq!(nothing[1], Submit { parts: attention(0, 40), work: WorkAmount::default() });
     }
 
@@ -436,8 +444,8 @@ mod tests {
                     projected_first: None,
                 })
                 .collect();
-            let closing = (WorkAmount::draws(1_409_000_000, 1), false);
-            for Submit { parts, work } in plan(&layers, tokens, Some(closing), &self.rates, Self::LIMIT) {
+            let outside = (WorkAmount::default(), Some((WorkAmount::draws(1_409_000_000, 1), false)));
+            for Submit { parts, work } in plan(&layers, tokens, outside, &self.rates, Self::LIMIT) {
                 let seconds: f64 = parts.iter().map(|part| self.truth(part, &layers, tokens)).sum();
                 let took = Duration::from_secs_f64(seconds * self.slowness);
                 self.rates.learn(work, Some(took));
