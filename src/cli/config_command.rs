@@ -7,6 +7,7 @@ use super::configuration::Configured;
 use super::error::Error;
 use super::serve;
 use super::terminal::print;
+use crate::kv_disk::check_folder;
 
 /// `unicorn config check` and `unicorn config show`.
 pub fn config(configured: &Configured, command: &ConfigCommand) -> Result<(), Error> {
@@ -17,13 +18,14 @@ pub fn config(configured: &Configured, command: &ConfigCommand) -> Result<(), Er
 }
 
 /// Does the checks of `serve` before it loads the model, except those that fail while another server runs on the
-/// address.
+/// address or in the folder of conversations.
 fn check(configured: &Configured) -> Result<(), Error> {
     let config = &configured.config;
     let (host, port) = (config.server.host.as_str(), config.server.port);
     let unusable = |error| Error::Listen { host: host.to_owned(), port, error };
     let addresses: Vec<_> = (host, port).to_socket_addrs().map_err(unusable)?.collect();
     let keys = serve::check(&config.server, &addresses)?;
+    config.kv_disk.path.as_ref().map_or(Ok(()), |path| check_folder(path.as_ref()))?;
     let models = serve::check_models(config)?;
     let key_count = match keys {
         0 => "no API key is required".to_owned(),

@@ -21,11 +21,11 @@ use crate::text::TextError;
 pub enum Error {
     #[error("{}: {error}", path.display())]
     File { path: PathBuf, error: std::io::Error },
+    /// `other` selects another port.
     #[error(
-        "port {port} of {host} is taken by another program: stop it, or choose another port with --port {}",
-        next_port(*port)
+        "port {port} of {host} is taken by another program: stop it, or choose another port with {other}"
     )]
-    PortTaken { host: String, port: u16 },
+    PortTaken { host: String, port: u16, other: String },
     #[error("cannot listen on {host}, port {port}: {error}")]
     Listen { host: String, port: u16, error: std::io::Error },
     #[error(
@@ -196,8 +196,4 @@ fn doctor_problems(problems: usize) -> String {
         1 => "1 problem of this machine prevents `unicorn serve` from running: see above".into(),
         n => format!("{n} problems of this machine prevent `unicorn serve` from running: see above"),
     }
-}
-
-fn next_port(port: u16) -> u16 {
-    port.checked_add(1).unwrap_or(8010)
 }

@@ -34,7 +34,7 @@ use std::fmt;
 use std::io::{self, ErrorKind, Read};
 use std::path::PathBuf;
 
-pub use store::{KvStore, clear_folder};
+pub use store::{KvStore, check_folder, clear_folder};
 
 const MAGIC: [u8; 8] = *b"KVPIECE\n";
 const VERSION: u32 = 1;
@@ -128,8 +128,8 @@ pub enum KvStoreError {
     #[error("{}: another server uses it; stop that server, or choose another folder", folder.display())]
     Busy { folder: PathBuf },
     #[error(
-        "{} belongs to the user with id {owner}, and the server runs as the user with id {user}; choose \
-         another folder, or run `chown {user} {}`",
+        "{} belongs to the user with id {owner}, and this program runs as the user with id {user}; run it as the \
+         owner (`sudo -u`), choose another folder, or run `chown {user} {}`",
         folder.display(), folder.display()
     )]
     Owner { folder: PathBuf, owner: u32, user: u32 },
@@ -147,8 +147,11 @@ pub enum KvStoreError {
 fn advice(error: &io::Error) -> &'static str {
     match error.kind() {
         ErrorKind::StorageFull | ErrorKind::QuotaExceeded => "free some space, or choose another folder",
-        ErrorKind::PermissionDenied | ErrorKind::ReadOnlyFilesystem => {
+        ErrorKind::PermissionDenied => {
             "run the server as a user with write permission there, or choose another folder"
+        }
+        ErrorKind::ReadOnlyFilesystem => {
+            "choose another folder, or name it in ReadWritePaths= of the unit if systemd starts the server"
         }
         ErrorKind::NotADirectory | ErrorKind::AlreadyExists => {
             "choose a folder, or a path that does not exist"

@@ -19,7 +19,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::{Duration, Instant, SystemTime};
 
-use rustix::fs::{AtFlags, CWD, Dir, FileType, FlockOperation, Mode, OFlags};
+use rustix::fs::{Access, AtFlags, CWD, Dir, FileType, FlockOperation, Mode, OFlags};
 use rustix::io::Errno;
 
 use super::{
@@ -249,6 +249,35 @@ pub fn clear_folder(folder: &Path) -> Result<Cleared, KvStoreError> {
         folder: folder.to_owned(),
         error,
     })
+}
+
+/// Checks whether [`KvStore::open`] can use the folder, or make it. Changes nothing, and does not lock the folder, so a
+/// running server may use it.
+///
+/// # Errors
+/// Those of [`KvStore::open`] that a look at the folder shows, but not `Busy`.
+pub fn check_folder(path: &Path) -> Result<(), KvStoreError> {
+    let failed = |action| {
+        move |error: Errno| KvStoreError::Io { action, folder: path.to_owned(), error: error.into() }
+    };
+    let is_missing =
+        |path: &Path| path.symlink_metadata().is_err_and(|error| error.kind() == ErrorKind::NotFound);
+    let (nearest, action) = match is_missing(path) {
+        false => {
+            let root = open_root(path).map_err(failed("open"))?;
+            check_access(path, &root)?;
+            (path, "write to")
+        }
+        // The folder and its missing parents would be made in the nearest folder that exists.
+        true => {
+            let is_there = |parent: &&Path| !parent.as_os_str().is_empty() && !is_missing(parent);
+            let nearest = path.ancestors().skip(1).find(is_there).unwrap_or(Path::new("."));
+            open_root(nearest).map_err(failed("make the folder"))?;
+            (nearest, "make the folder")
+        }
+    };
+    let access = Access::READ_OK | Access::WRITE_OK | Access::EXEC_OK;
+    rustix::fs::access(nearest, access).map_err(failed(action))
 }
 
 /// Ends the writer when the last [`KvStore`] is dropped.
@@ -716,9 +745,7 @@ impl Folder {
     fn open(path: &Path) -> Result<Self, KvStoreError> {
         let failed = |action| move |error| KvStoreError::Io { action, folder: path.to_owned(), error };
         DirBuilder::new().recursive(true).mode(0o700).create(path).map_err(failed("make the folder"))?;
-        let flags = OFlags::DIRECTORY | OFlags::CLOEXEC;
-        let root = rustix::fs::openat(CWD, path, flags, Mode::empty());
-        let root = root.map_err(io::Error::from).map_err(failed("open"))?;
+        let root = open_root(path).map_err(io::Error::from).map_err(failed("open"))?;
         check_access(path, &root)?;
         let flags = SAFE | OFlags::RDWR | OFlags::CREATE;
         let lock = rustix::fs::openat(&root, LOCK_NAME, flags, Mode::RUSR | Mode::WUSR);
@@ -825,6 +852,11 @@ impl Folder {
             Err(error) => Err(error.into()),
         }
     }
+}
+
+/// Opens a folder. Unlike the names in it, it may be a link.
+fn open_root(path: &Path) -> rustix::io::Result<OwnedFd> {
+    rustix::fs::openat(CWD, path, OFlags::DIRECTORY | OFlags::CLOEXEC, Mode::empty())
 }
 
 /// Whether a name was not opened because it is a link or a socket, or not the folder that was expected.
@@ -1437,6 +1469,37 @@ mod tests {
         fs::write(&path, "").unwrap();
         let text = KvStore::open(&path, MUCH).unwrap_err().to_string();
         assert!(text.contains(path.to_str().unwrap()) && text.contains("choose a folder"), "{text}");
+    }
+
+    /// What the check says is what the start of a server does, and the check changes nothing.
+    #[test]
+    fn a_check_finds_a_folder_that_cannot_be_used_and_makes_none() {
+        let folder = folder();
+        let at = |name: &str| folder.path().join(name);
+        fs::write(at("file"), "").unwrap();
+        fs::create_dir(at("open")).unwrap();
+        fs::set_permissions(at("open"), fs::Permissions::from_mode(0o755)).unwrap();
+        symlink(at("nothing"), at("dangling")).unwrap();
+        let before = names_in(&open_root(folder.path()).unwrap()).unwrap().len();
+        for name in ["file", "file/kv", "open", "dangling"] {
+            check_folder(&at(name)).expect_err(name);
+            KvStore::open(&at(name), MUCH).expect_err(name);
+        }
+        for name in ["kv", "kv/deep"] {
+            check_folder(&at(name)).unwrap();
+        }
+        assert_eq!(names_in(&open_root(folder.path()).unwrap()).unwrap().len(), before);
+        let store = KvStore::open(&at("kv"), MUCH).unwrap();
+        check_folder(&at("kv")).expect("a folder that a server uses");
+        drop(store);
+        // Root may write everywhere.
+        if !rustix::process::geteuid().is_root() {
+            fs::set_permissions(at("kv"), fs::Permissions::from_mode(0o500)).unwrap();
+            check_folder(&at("kv")).expect_err("read-only");
+            check_folder(&at("kv/deep")).expect_err("read-only parent");
+            check_folder(Path::new("/unicorn-test/kv")).expect_err("the root folder is root's");
+            fs::set_permissions(at("kv"), fs::Permissions::from_mode(0o700)).unwrap();
+        }
     }
 
     #[test]

@@ -131,6 +131,10 @@ fn configuration_files_are_read_in_order_checked_and_shown() {
             &["/proc/nonexistent/cert"],
         ),
         ("[model]\npath = \"/proc/nonexistent/model\"", &["/proc/nonexistent/model"]),
+        (
+            "[kv.disk]\npath = \"/proc/version/kv\"",
+            &["kv.disk.path: cannot open /proc/version/kv", "choose a folder"],
+        ),
     ] {
         write("conf.d/20.toml", text);
         assert_error(system(&["config", "check"]), 78, parts);
@@ -195,6 +199,20 @@ fn the_error_of_a_port_in_use_names_it_and_suggests_another() {
     let port = taken.local_addr().expect("bound").port().to_string();
     assert_error(unicorn(&["serve", "--port", &port]), 78, &[&port, "taken", "--port"]);
     assert_error(unicorn(&["serve", "--host", "203.0.113.1"]), 78, &["203.0.113.1", "8010"]);
+    let with_second = |args: &[&str]| {
+        let mut command = unicorn(args);
+        command.env("UNICORN_SERVER_OLLAMA_PORT", &port);
+        command
+    };
+    let of_second = format!(
+        "port {port} of 127.0.0.1 is taken by another program: stop it, or choose another port with \
+                             server.ollama_port"
+    );
+    assert_error(with_second(&["serve", "--port", "0"]), 78, &[&of_second]);
+    for command in [&["serve"][..], &["config", "check"]] {
+        let both = with_second(&[command, &["--port", &port]].concat());
+        assert_error(both, 78, &["server.ollama_port and server.port are both"]);
+    }
 }
 
 #[test]

@@ -205,6 +205,10 @@ fn the_users_environment_and_options_are_considered() {
     let (status, _, stderr) = run(("UNICORN_SERVER_HOST", "0.0.0.0"));
     assert_eq!(status, 1);
     assert!(stderr.contains("1 problem of this machine prevents `unicorn serve` from running"), "{stderr}");
+    let mut command = unicorn(&["doctor", "--root", root]);
+    command.env("UNICORN_SERVER_PORT", "8011").env("UNICORN_SERVER_OLLAMA_PORT", "8010");
+    let (status, text, _) = output(command);
+    assert!(status == 1 && text.contains("server.ollama_port selects another port"), "{text}");
 
     // With --allow-software-vulkan a software device is a warning.
     let tree = self::tree(&self::case("no-render-group").0);
@@ -360,6 +364,22 @@ fn this_machine_has_findings() {
 
     let (status, _, stderr) = output(unicorn(&["doctor"]));
     assert_eq!(status, 1, "without a Vulkan device: {stderr}");
+    let folder = TempDir::new().unwrap();
+    let kept = |path: &Path, args: &[&str]| {
+        let mut command = unicorn(&[&["doctor"], args].concat());
+        command.env("UNICORN_KV_DISK_PATH", path);
+        output(command).1
+    };
+    let (new, tree) = (folder.path().join("kv"), tree(&case(HEALTHY).0));
+    let text = kept(&new, &[]);
+    assert!(text.contains("ok       kv-disk ") && !new.exists(), "{text}");
+    let text = kept(&new, &["--root", tree.path().to_str().unwrap()]);
+    assert!(text.contains("note     kv-disk-unread "), "{text}");
+    let text = kept(Path::new("/proc/version"), &[]);
+    assert!(
+        text.contains("problem  kv-disk-unusable ") && text.contains("kv.disk.path: cannot open"),
+        "{text}"
+    );
     let (status, _, stderr) = output(unicorn(&["doctor", "--root", "/proc/nonexistent"]));
     assert_eq!((status, stderr.contains("there is no such folder")), (1, true), "{stderr}");
 }

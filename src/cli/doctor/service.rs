@@ -1,10 +1,13 @@
-//! Checks of what a server needs besides its GPU: a free port, and processors that are not throttled.
+//! Checks of what a server needs besides its GPU: free ports, a folder for conversations, and processors that are not
+//! throttled.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
 use super::finding::Finding;
 use super::machine::Machine;
-use crate::config::Config;
+use crate::cli::error::Error;
+use crate::config::{self, Config};
+use crate::kv_disk::check_folder;
 
 /// The state of a listening socket in `/proc/net/tcp`.
 const LISTEN: &str = "0A";
@@ -13,12 +16,35 @@ const LISTEN: &str = "0A";
 const SOCKETS: &str = "etc/systemd/system/sockets.target.wants";
 
 pub fn check(machine: &Machine, config: &Config) -> Vec<Finding> {
-    vec![port(machine, config), governor(machine)]
+    let config::Server { port: main, ollama_port, .. } = config.server;
+    let mut findings = vec![port(machine, config, main, "--port selects another port")];
+    let second = "server.ollama_port selects another port; 0 = no second port";
+    findings.extend(ollama_port.map(|number| port(machine, config, number, second)));
+    findings.extend(conversations(machine, &config.kv_disk));
+    findings.push(governor(machine));
+    findings
 }
 
-fn port(machine: &Machine, config: &Config) -> Finding {
+/// The folder of conversations, if there is one.
+fn conversations(machine: &Machine, options: &config::KvDisk) -> Option<Finding> {
+    let path = options.path.as_deref()?;
+    if machine.is_redirected() {
+        let found =
+            format!("unknown: whether {path} can be used; only a doctor on that machine can check it");
+        return Some(Finding::note("kv-disk-unread", found));
+    }
+    Some(match check_folder(path.as_ref()) {
+        Ok(()) => Finding::ok("kv-disk", format!("conversations can be kept in {path}")),
+        Err(error) => Finding::problem("kv-disk-unusable", Error::from(error).to_string()).act(
+            "if a service uses the folder, check it as that service's user: sudo -u unicorn unicorn doctor",
+        ),
+    })
+}
+
+/// Whether the server can listen on a port. `option` selects another one.
+fn port(machine: &Machine, config: &Config, port: u16, option: &str) -> Finding {
     const TABLES: [&str; 2] = ["proc/net/tcp", "proc/net/tcp6"];
-    let (host, port) = (config.server.host.as_str(), config.server.port);
+    let host = config.server.host.as_str();
     let address = match host {
         "localhost" => Some(IpAddr::V4(Ipv4Addr::LOCALHOST)),
         host => host.parse().ok(),
@@ -37,7 +63,7 @@ fn port(machine: &Machine, config: &Config) -> Finding {
     if !taken || port == 0 {
         return Finding::ok("port", format!("port {port} of {host} is free")).read_from(TABLES[0]);
     }
-    if !machine.names(SOCKETS, "unicorn.socket").is_empty() {
+    if port == config.server.port && !machine.names(SOCKETS, "unicorn.socket").is_empty() {
         return Finding::note(
             "already-serving",
             format!("systemd listens on port {port} for unicorn.socket"),
@@ -58,7 +84,7 @@ fn port(machine: &Machine, config: &Config) -> Finding {
     Finding::problem("port-taken", format!("port {port} of {host} is in use"))
         .cause("another program listens on it")
         .command(format!("sudo ss -ltnp 'sport = :{port}'"))
-        .option("--port selects another port")
+        .option(option)
         .read_from(TABLES[0])
 }
 

@@ -77,6 +77,7 @@ pub fn serve(config: &Config, root: Option<&Path>, reload: Reload, log_filter: S
         let _within = runtime.enter();
         signal(SignalKind::hangup()).map_err(Error::Runtime)?
     };
+    check_ports(&config.server)?;
     let courtesy = CourtesyWatch::new(config.engine.courtesy);
     let loads = Loads::default();
     let lease = models::is_of_several(config).then(Arc::default);
@@ -120,12 +121,16 @@ pub fn serve(config: &Config, root: Option<&Path>, reload: Reload, log_filter: S
         let is_handed_over = socket.is_some();
         let listener = match socket {
             Some(socket) => TcpListener::from_std(socket).map_err(Error::Serve)?,
-            None => bind(&config.server.host, config.server.port).await?,
+            None => {
+                let port = config.server.port;
+                let other = port.checked_add(1).unwrap_or(8010);
+                bind(&config.server.host, port, &format!("--port {other}")).await?
+            }
         };
         let address = listener.local_addr().map_err(Error::Serve)?;
         let mut listeners = vec![listener];
         if let Some(port) = config.server.ollama_port {
-            let second = bind(&config.server.host, port).await?;
+            let second = bind(&config.server.host, port, "server.ollama_port").await?;
             check_keyless(second.local_addr().map_err(Error::Serve)?, keyless, &config.server)?;
             listeners.push(second);
         }
@@ -314,10 +319,21 @@ async fn preload(catalogue: &Catalogue, server: &Server) -> Result<(), Error> {
 
 /// Checks the options for clients and connections. Returns the number of API keys.
 pub fn check(options: &config::Server, addresses: &[SocketAddr]) -> Result<usize, Error> {
+    check_ports(options)?;
     let keys = access_policy(options)?.keys;
     addresses.iter().try_for_each(|&address| check_keyless(address, keys.is_empty(), options))?;
     connections(options)?;
     Ok(keys.len())
+}
+
+fn check_ports(options: &config::Server) -> Result<(), Error> {
+    match options.ollama_port == Some(options.port) {
+        true => Err(Error::Argument(format!(
+            "server.ollama_port and server.port are both {}: the first is a second port; choose another one, or 0 for none",
+            options.port
+        ))),
+        false => Ok(()),
+    }
 }
 
 /// The runtime of the server. All thread pools start here. tokio and rayon panic if the system refuses the first thread of
@@ -391,9 +407,12 @@ fn wait_for_load_end(load: Option<JoinHandle<()>>, server: &Server) -> bool {
     true
 }
 
-async fn bind(host: &str, port: u16) -> Result<TcpListener, Error> {
+/// `other` selects another port.
+async fn bind(host: &str, port: u16, other: &str) -> Result<TcpListener, Error> {
     TcpListener::bind((host, port)).await.map_err(|error| match error.kind() {
-        std::io::ErrorKind::AddrInUse => Error::PortTaken { host: host.to_owned(), port },
+        std::io::ErrorKind::AddrInUse => {
+            Error::PortTaken { host: host.to_owned(), port, other: other.to_owned() }
+        }
         _ => Error::Listen { host: host.to_owned(), port, error },
     })
 }
