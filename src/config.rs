@@ -22,9 +22,10 @@ option_values!(LogFormat, FfnHeap, KvChoice, SharePrefixes, NpuMode, NpuPreferen
 pub const DEFAULT_TOML: &str = include_str!("../config/default.toml");
 const ENV_PREFIX: &str = "UNICORN_";
 /// Variables with that prefix that are not options, without the prefix: the configuration file, the system's
-/// configuration folder, the user's folders, the replacement of `/run`, the API keys, and the commit of the build.
-const OUR_VARIABLES: [&str; 7] =
-    ["CONFIG", "CONFIG_DIR", "CACHE_DIR", "STATE_DIR", "RUN_DIR", "API_KEYS", "COMMIT"];
+/// configuration folder, the user's folders, the replacement of `/run`, the API keys of a server, the API key that a command
+/// sends to a server, and the commit of the build.
+const OUR_VARIABLES: [&str; 8] =
+    ["CONFIG", "CONFIG_DIR", "CACHE_DIR", "STATE_DIR", "RUN_DIR", "API_KEYS", "API_KEY", "COMMIT"];
 /// Prefixes of the variables of the project's tools and tests.
 const OUR_PREFIXES: [&str; 2] = ["TEST_", "SKIP_"];
 /// Tokens of prompt and answer of each of several models, if neither the model nor `engine.context` says how many: a model

@@ -244,7 +244,7 @@ fn a_misspelt_variable_is_an_error_and_an_unknown_one_a_warning() {
     let error = environment("UNICORN_SERVER_PORT", "tcp://10.0.0.1:8010").expect_err("no port").to_string();
     assert!(error.contains("enableServiceLinks"), "{error}");
     for ours in words(
-        "UNICORN_CONFIG UNICORN_CACHE_DIR UNICORN_STATE_DIR UNICORN_API_KEYS UNICORN_TEST_DEVICE \
+        "UNICORN_CONFIG UNICORN_CACHE_DIR UNICORN_STATE_DIR UNICORN_API_KEYS UNICORN_API_KEY UNICORN_TEST_DEVICE \
         UNICORN_SKIP_LOG HOME",
     ) {
         assert_eq!(environment(ours, "x").expect(ours).1, [""; 0], "{ours}");

@@ -23,7 +23,7 @@ const MAX_BODY_BYTES: u64 = 16 << 20;
 const MAX_LINE_BYTES: u64 = 1 << 20;
 const MAX_STREAM_BYTES: u64 = 1 << 30;
 /// The variable with the key for the server.
-const KEY_VARIABLE: &str = "UNICORN_API_KEY";
+pub const KEY_VARIABLE: &str = "UNICORN_API_KEY";
 
 /// What a probe found instead of a server.
 enum Probe {

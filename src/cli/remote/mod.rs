@@ -19,6 +19,7 @@ use crate::hub::{HubError, ModelName};
 use crate::text::visible;
 
 use client::Client;
+pub use client::KEY_VARIABLE;
 pub use run::run;
 
 /// The server that a command needs.

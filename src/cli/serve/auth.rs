@@ -4,6 +4,7 @@ use std::net::SocketAddr;
 use std::path::Path;
 
 use super::super::error::Error;
+use super::super::remote::KEY_VARIABLE as CLIENT_KEY_VARIABLE;
 use crate::api::{AccessPolicy, Keys};
 use crate::config;
 
@@ -34,6 +35,12 @@ pub fn access_policy(options: &config::Server) -> Result<AccessPolicy, Error> {
         tracing::warn!(
             "every web page that is opened in a browser on this machine can use this server: \
              server.cors_origins is \"*\", and no API key is required"
+        );
+    }
+    if keys.is_empty() && std::env::var_os(CLIENT_KEY_VARIABLE).is_some_and(|key| !key.is_empty()) {
+        tracing::warn!(
+            "no API key is required: {CLIENT_KEY_VARIABLE} is the key that commands such as `unicorn run` send; the \
+             server's own keys are in {KEYS_VARIABLE}"
         );
     }
     Ok(AccessPolicy { keys, allowed_hosts, cors_origins, requests_per_client: options.requests_per_client })
