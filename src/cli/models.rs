@@ -207,6 +207,6 @@ pub fn confirm(what: &str) -> Result<bool, Error> {
     let mut question = std::io::stderr();
     write!(question, "{what}? [y/N] ").and_then(|()| question.flush()).map_err(Error::Output)?;
     let mut answer = String::new();
-    input.lock().read_line(&mut answer).map_err(Error::Output)?;
+    input.lock().read_line(&mut answer).map_err(|error| Error::Terminal(error.into()))?;
     Ok(matches!(answer.trim(), "y" | "Y" | "yes"))
 }

@@ -14,7 +14,7 @@ use unicorn::text::Tokenizer;
 use crate::support::checkpoints::{pulled, tiny_model};
 use crate::support::daemon::Daemon;
 use crate::support::energy::{constant_power, no_power};
-use crate::support::program::{assert_error, lab, output, printed, unicorn, unicorn_on_software};
+use crate::support::program::{assert_error, in_shell, lab, output, printed, unicorn, unicorn_on_software};
 use crate::support::{data, root};
 
 #[test]
@@ -520,6 +520,13 @@ fn generate_chat_and_bench_run_on_a_small_model() {
     let (first, second) = answers.split_at(answers.len() / 2);
     assert_eq!(first, second, "/new did not start a new conversation");
     assert!(first.trim().len() > 1 && first.ends_with('\n'), "{first:?}");
+    // An answer that cannot be printed ends the chat.
+    let chat =
+        unicorn_on_software(&["chat", "--model", model, "--max-tokens", "8", "--allow-software-vulkan"]);
+    let mut chat = in_shell("printf 'Hello\\nHello\\n' |", &chat);
+    chat.stdout(std::fs::File::options().write(true).open("/dev/full").expect("opened"));
+    let (code, _, stderr) = output(chat);
+    assert_eq!((code, stderr.matches("cannot write to standard output").count()), (1, 1), "{stderr}");
 
     let machine = constant_power();
     let bench = |machine: &TempDir, more: &[&str]| {

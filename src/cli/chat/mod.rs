@@ -110,6 +110,8 @@ pub fn converse(partner: impl Partner, mut input: Input, sampling: Sampling) -> 
                     // The answer was stopped before its first text, so the question is removed from the conversation.
                     Ok(text) if text.is_empty() => drop(chat.turns.pop()),
                     Ok(text) => chat.turns.push(Message::new("assistant", &text)),
+                    // Without a reader of the answers, such as `head` that has ended, no answer can be printed.
+                    Err(error @ Error::Output(_)) => return Err(error),
                     Err(error) if chat.partner.ends_with(&error) => return Err(error),
                     Err(error) => {
                         chat.turns.pop();

@@ -276,7 +276,7 @@ impl Partner for Remote {
 
     fn ends_with(&self, error: &Error) -> bool {
         // Without a status, the server is gone or the answer broke off.
-        matches!(error, Error::Remote { status: None, .. } | Error::Output(_))
+        matches!(error, Error::Remote { status: None, .. })
     }
 
     fn context(&self, _: &Sampling, turns: &[Message]) -> String {
