@@ -23,19 +23,21 @@ STATISTICS = r"\x1b\[2m\d+ tokens? [^\n]*first after"
 class Terminal:
     """A chat on a separate terminal. Its history is stored below `home`."""
 
-    def __init__(self, home, *options, **environment):
+    def __init__(self, home, *options, command=("chat", "--allow-software-vulkan", "--temperature", "0"), **environment):
         self.pid, self.terminal = pty.fork()
         if self.pid == 0:
             names = ("UNICORN_STATE_DIR", "XDG_STATE_HOME", "NO_COLOR")
             own = {name: value for name, value in ENVIRONMENT.items() if name not in names}
             own |= {"TERM": "xterm", "XDG_STATE_HOME": str(home), **environment}
-            os.execve(BINARY, [str(BINARY), "chat", "--allow-software-vulkan", "--temperature", "0", *options], own)
+            os.execve(BINARY, [str(BINARY), *command, *options], own)
         fcntl.ioctl(self.terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))
         self.seen = ""
 
+    first = ("Ctrl-D leaves", "> ")
+
     def __enter__(self):
         try:
-            return self.expect("Ctrl-D leaves", "> ")
+            return self.expect(*self.first)
         except BaseException:
             self.__exit__()
             raise
@@ -71,11 +73,14 @@ class Terminal:
 
     def end(self):
         """The exit status of a program that was told to exit."""
-        try:
-            while os.read(self.terminal, 4096):
-                pass
-        except OSError:
-            pass
+        deadline, more = time.monotonic() + ANSWER_SECONDS, b"some"
+        while more:
+            ready, _, _ = select.select([self.terminal], [], [], max(0, deadline - time.monotonic()))
+            assert ready, "the program does not end"
+            try:
+                more = os.read(self.terminal, 4096)
+            except OSError:  # the other end of the terminal is closed
+                more = b""
         _, status = os.waitpid(self.pid, 0)
         self.pid = None
         return os.waitstatus_to_exitcode(status)
@@ -99,6 +104,15 @@ def ctrl_c_stops_only_the_answer(_):
         chat.type("\x03").expect("(Ctrl-D leaves)", "> ")
         chat.type("\x04")
         assert chat.end() == 0
+
+
+def ctrl_c_ends_a_run_that_asks_whether_to_pull(server):
+    with tempfile.TemporaryDirectory() as home:
+        run = Terminal(home, command=("run", "org/missing", "--url", server.url))
+        run.first = ("Pull it?",)
+        with run:
+            run.type("\x03")
+            assert run.end() == -signal.SIGINT
 
 
 def the_terminal_chat_obeys_its_commands(_):
@@ -177,4 +191,4 @@ def the_history_is_stored_for_its_owner_only(_):
         assert stat.S_ISFIFO(kept.stat().st_mode)
 
 
-TESTS = [ctrl_c_stops_only_the_answer, the_terminal_chat_obeys_its_commands, the_history_is_stored_for_its_owner_only]
+TESTS = [ctrl_c_stops_only_the_answer, ctrl_c_ends_a_run_that_asks_whether_to_pull, the_terminal_chat_obeys_its_commands, the_history_is_stored_for_its_owner_only]

@@ -100,6 +100,8 @@ fn on_server(client: &Client, args: args::Run, prompt: Option<String>) -> Result
     let images = args.image.iter().map(|file| picture(file)).collect::<Result<Vec<_>, _>>()?;
     // Created before a handler for SIGINT.
     let input = prompt.is_none().then(|| chat::input(!args.no_history)).transpose()?;
+    // The line editor ignores Ctrl-C while it reads no line, so here it must end the question and the pull.
+    let erased = EraseOnInterrupt::watch(None);
     let ask = || client.ask(&Method::POST, "/api/show", &json!({"model": args.model}));
     let shown = match ask() {
         Err(Error::Remote { status: Some(404), .. }) => {
@@ -119,7 +121,10 @@ fn on_server(client: &Client, args: args::Run, prompt: Option<String>) -> Result
             let turns = [Message::new("user", &prompt)];
             partner.answer(&args.sampling, &turns, std::future::pending()).map(drop)
         }
-        (None, Some(input)) => chat::converse(partner, input, args.sampling),
+        (None, Some(input)) => {
+            drop(erased);
+            chat::converse(partner, input, args.sampling)
+        }
         (None, None) => unreachable!("without a prompt there is an input"),
     }
 }
