@@ -981,7 +981,7 @@ pub struct ModelsList {
 
 #[derive(Debug, Args)]
 pub struct ModelsRm {
-    #[arg(value_name = "ORG/NAME[@REVISION][:FILE]")]
+    #[arg(value_name = "ORG/NAME[@REVISION][:FILE]", value_parser = super::names::read_name)]
     pub name: ModelName,
     /// Do not ask for confirmation
     #[arg(long, short)]

@@ -11,8 +11,8 @@ use serde_json::json;
 use super::args::Npu;
 use super::args::{Benchmark, Command, ConfigCommand, Eval, EvalLogits, EvalPerplexity};
 use super::error::Error;
-use super::log;
 use super::terminal::{bytes, print};
+use super::{log, names};
 use crate::config::Config;
 use crate::hub::{Cache, HubError, ModelName, standard_cache};
 use crate::model::arch;
@@ -128,7 +128,7 @@ pub fn find(caches: &[Cache], text: &mut String) -> Result<Option<ModelName>, Er
     if Path::new(&text).exists() {
         return Ok(None);
     }
-    let Ok(name) = text.parse::<ModelName>() else {
+    let Ok(name) = names::read_name(text) else {
         let is_path = text.contains('/') || text.ends_with(".gguf");
         return if is_path { Ok(None) } else { Err(not_a_model(caches, text)) };
     };

@@ -9,7 +9,7 @@ pub fn read_name(text: &str) -> Result<ModelName, NameError> {
 }
 
 /// The model of the hub that a short name means. Other texts stay as they are.
-pub fn long_name(text: &str) -> String {
+fn long_name(text: &str) -> String {
     let text = text.trim();
     arch::short_names().find(|(short, _)| *short == text).map_or(text, |(_, long)| long).to_owned()
 }

@@ -584,6 +584,11 @@ fn models_commands_and_inspect_follow_their_options() {
         (&["inspect", "org/tiny", "--models-dir", cache][..], "model.layers.7.mlp.up_proj.weight");
     assert!(!run(few).contains(all) && run(&[few, &["--tensors"]].concat()).contains(all));
     assert!(run(&["models", "list", "--models-dir", cache]).contains("org/tiny"));
+    for command in [&["inspect"][..], &["plan"], &["models", "rm", "--yes"], &["generate", "-p", "x", "-m"]] {
+        let mut short = unicorn(&[command, &["gemma3:1b", "--models-dir", cache]].concat());
+        short.env("HF_HUB_CACHE", "/proc/nonexistent");
+        assert_error(short, 1, &["google/gemma-3-1b-it-qat-q4_0-gguf: "]);
+    }
     run(&["models", "rm", "org/tiny", "--yes", "--models-dir", cache]);
     assert!(!run(&["models", "list", "--models-dir", cache]).contains("org/tiny"));
 }

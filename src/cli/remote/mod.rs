@@ -121,7 +121,7 @@ fn untagged(name: &str) -> String {
 /// Describes a model of a server, or a pulled model.
 pub fn show(config: &Config, args: &args::Show) -> Result<(), Error> {
     let Some(client) = Client::find(config, args.server.url.as_deref())? else {
-        let mut model = names::long_name(&args.model);
+        let mut model = args.model.clone();
         models::find(&models::caches(config), &mut model)?;
         let (json, common) = (args.json, args.server.common.clone());
         let files = args::FileOptions { models_dir: args.models_dir.clone(), model_config: None };

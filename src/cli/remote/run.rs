@@ -62,7 +62,7 @@ fn here(config: &Config, args: args::Run, prompt: Option<String>) -> Result<(), 
     // The other options of this section are those of the configured model.
     let config::Model { quantize, precision, vision, image_tokens, max_image_tokens, .. } = config.model;
     config.model = config::Model {
-        path: Some(names::long_name(&args.model)),
+        path: Some(args.model),
         name: None,
         config: None,
         tokenizer: None,
