@@ -296,6 +296,19 @@ fn config_show_shows_every_option_of_the_command_line() {
         let Some(option) = option.strip_prefix("config show ") else { continue };
         assert!(shown.contains(&option) || ["--config", "--verbose"].contains(&option), "{option}");
     }
+    // The names of llama.cpp's server and of vLLM.
+    for (name, value, line) in [
+        ("--ctx-size", "77", "context = 77"),
+        ("--max-model-len", "77", "context = 77"),
+        ("--alias", "n", "name = \"n\""),
+        ("--served-model-name", "n", "name = \"n\""),
+        ("--model-draft", "g", "draft = \"g\""),
+        ("--chat-template-file", "j", "chat_template = \"j\""),
+    ] {
+        let shown = printed(unicorn(&["config", "show", name, value]));
+        let is_it = |shown: &str| shown.starts_with(line) && shown.ends_with("# command line");
+        assert!(shown.lines().any(is_it), "{name}: {shown}");
+    }
     // `config check` merges the same options, and checks the files that some of them name.
     let check = |words: &[&str]| {
         let mut command = unicorn(&[&["config", "check"], words].concat());
