@@ -918,8 +918,9 @@ pub struct Stop {
 
 #[derive(Debug, Args)]
 pub struct Rm {
-    /// A model that `unicorn list` lists
-    pub model: String,
+    /// Models that `unicorn list` lists
+    #[arg(required = true)]
+    pub model: Vec<String>,
     /// Do not ask for confirmation
     #[arg(long, short)]
     pub yes: bool,

@@ -218,7 +218,8 @@ fn without_a_server_the_commands_work_with_the_users_models() {
     assert_error(does(&["run", "org/tiny"]), 1, &["there is no prompt"]);
     let long = in_shell("head -c 17000000 /dev/zero |", &does(&["run", "org/tiny"]));
     assert_error(long, 1, &["standard input", "longer than 16 MiB"]);
-    printed(does(&["rm", "org/tiny", "--yes"]));
+    let several = does(&["rm", "org/tiny", "org/other", "--yes"]);
+    assert_error(several, 1, &["org/other: no such model was pulled"]);
     assert!(!path.exists());
 }
 

@@ -216,28 +216,35 @@ fn pull_through(client: &Client, name: &ModelName) -> Result<(), Error> {
 }
 
 /// Deletes a model of a server.
-fn rm_from(client: &Client, args: &args::Rm) -> Result<(), Error> {
-    let asked = json!({"model": args.model});
+fn rm_from(client: &Client, model: &str, yes: bool) -> Result<(), Error> {
+    let asked = json!({"model": model});
     client.ask(&Method::POST, "/api/show", &asked)?;
-    let what = format!("remove {} from the server at {}", args.model, client.url());
-    if !args.yes && !models::confirm(&what)? {
-        return Err(Error::Argument(format!("{} was not removed", args.model)));
+    let what = format!("remove {model} from the server at {}", client.url());
+    if !yes && !models::confirm(&what)? {
+        return Err(Error::Argument(format!("{model} was not removed")));
     }
     client.ask(&Method::DELETE, "/api/delete", &asked)?;
-    say(format_args!("removed {}", args.model));
+    say(format_args!("removed {model}"));
     Ok(())
 }
 
-/// Removes a pulled model, of a server or of this user.
+/// Removes pulled models, of a server or of this user.
 pub fn rm(config: &Config, args: &args::Rm) -> Result<(), Error> {
-    if let Some(client) = Client::find(config, args.server.url.as_deref())? {
-        match rm_from(&client, args) {
-            // The server does not serve the model.
-            Err(Error::Remote { status: Some(404), problem, .. }) if args.server.url.is_none() => {
-                note(format_args!("{problem}: looking in this user's folder"));
+    let client = Client::find(config, args.server.url.as_deref())?;
+    for model in &args.model {
+        if let Some(client) = &client {
+            match rm_from(client, model, args.yes) {
+                // The server does not serve the model.
+                Err(Error::Remote { status: Some(404), problem, .. }) if args.server.url.is_none() => {
+                    note(format_args!("{problem}: looking in this user's folder"));
+                }
+                removed => {
+                    removed?;
+                    continue;
+                }
             }
-            removed => return removed,
         }
+        models::remove(config, &names::read_name(model).map_err(HubError::from)?, args.yes)?;
     }
-    models::remove(config, &names::read_name(&args.model).map_err(HubError::from)?, args.yes)
+    Ok(())
 }
