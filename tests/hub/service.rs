@@ -261,7 +261,9 @@ fn the_options_of_run_have_an_effect() {
     };
     let software = "--allow-software-vulkan";
     assert_error(here(&[software]), 1, &["org/tiny was not pulled"]);
-    printed(command(person.path(), &hub, &["pull", "org/tiny", "--url", &url, "--user"]));
+    let mut into_own_folder = command(person.path(), &hub, &["pull", "org/tiny", "--url", &url, "--user"]);
+    into_own_folder.env("UNICORN_MODELS_DIR", person.path().join("of the service"));
+    printed(into_own_folder);
     assert!(person.path().join(".cache/huggingface/hub/models--org--tiny").is_dir());
     assert_eq!(printed(here(&[software])), greedy);
     assert_error(here(&[]), 1, &["software"]);

@@ -170,21 +170,26 @@ pub fn stop(config: &Config, args: &args::Stop) -> Result<(), Error> {
     client.ask(&Method::POST, "/api/generate", &json!({"model": args.model, "keep_alive": 0})).map(drop)
 }
 
-/// Pulls a model through a server that serves pulled models, or else into this user's folder.
+/// Pulls a model through a server that serves pulled models, or else into a folder of this machine.
 pub fn pull(config: &Config, args: &args::Pull) -> Result<(), Error> {
+    let mut config = config.clone();
+    // The folder of the configuration is that of a service.
+    if args.user && args.models_dir.models_dir.is_none() {
+        config.models.dir = None;
+    }
     let is_local = args.user || args.models_dir.models_dir.is_some();
-    let client = if is_local { None } else { Client::find(config, args.server.url.as_deref())? };
+    let client = if is_local { None } else { Client::find(&config, args.server.url.as_deref())? };
     if let Some(client) = client {
         match pull_through(&client, &args.name) {
             // The server serves the models of its configuration alone.
             Err(Error::Remote { status: Some(404), .. }) if args.server.url.is_none() => note(format_args!(
-                "the server at {} downloads no models: pulling into this user's folder",
+                "the server at {} downloads no models: this command pulls instead",
                 client.url()
             )),
             pulled => return pulled,
         }
     }
-    print(&format!("{}\n", pull::pull(config, &args.name)?.display()))
+    print(&format!("{}\n", pull::pull(&config, &args.name)?.display()))
 }
 
 /// Pulls a model into the folder of a server, which serves it then.
