@@ -12,7 +12,7 @@ use std::time::Duration;
 
 use serde::Deserialize;
 use ureq::http::{HeaderMap, Method, Request, Response, StatusCode};
-use ureq::tls::{RootCerts, TlsConfig};
+use ureq::tls::TlsConfig;
 use ureq::{Agent, Body};
 
 use super::HubError;
@@ -113,11 +113,7 @@ pub(super) struct Client<'a> {
 impl<'a> Client<'a> {
     pub fn new(settings: &'a Settings) -> Self {
         let patience = &settings.patience;
-        let authorities = match &settings.authorities {
-            Some(certificates) => RootCerts::from(certificates.iter().cloned()),
-            None => RootCerts::WebPki,
-        };
-        let tls = TlsConfig::builder().root_certs(authorities).build();
+        let tls = TlsConfig::builder().root_certs(settings.authorities.clone()).build();
         let config = || {
             Agent::config_builder()
                 .user_agent(concat!("unicorn/", env!("CARGO_PKG_VERSION")))

@@ -8,7 +8,7 @@ use std::fmt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use ureq::tls::{Certificate, PemItem, parse_pem};
+use ureq::tls::{Certificate, PemItem, RootCerts, parse_pem};
 
 use super::HubError;
 use super::url::Url;
@@ -25,8 +25,7 @@ pub struct Settings {
     pub(super) endpoint: Url,
     pub(super) token: Option<Token>,
     pub(super) offline: bool,
-    /// Trusted certificate authorities, instead of Mozilla's list, which is in the binary.
-    pub(super) authorities: Option<Vec<Certificate<'static>>>,
+    pub(super) authorities: RootCerts,
     pub patience: Patience,
 }
 
@@ -133,18 +132,17 @@ fn token(variable: &impl Fn(&str) -> Option<OsString>) -> Result<Option<Token>, 
     }
 }
 
-/// The certificate authorities in `SSL_CERT_FILE`, for proxies that intercept TLS and for private mirrors.
-fn authorities(
-    variable: &impl Fn(&str) -> Option<OsString>,
-) -> Result<Option<Vec<Certificate<'static>>>, HubError> {
-    let Some(file) = path(variable, "SSL_CERT_FILE") else { return Ok(None) };
+/// The trusted certificate authorities: those in `SSL_CERT_FILE`, for proxies that intercept TLS and for private servers,
+/// or else Mozilla's list, which is in the binary.
+pub fn authorities(variable: &impl Fn(&str) -> Option<OsString>) -> Result<RootCerts, HubError> {
+    let Some(file) = path(variable, "SSL_CERT_FILE") else { return Ok(RootCerts::WebPki) };
     let fail = |problem: &str| HubError::Settings(format!("SSL_CERT_FILE, {}: {problem}", file.display()));
     let text = match read_small(&file, MAX_CERTIFICATES_BYTES) {
         Ok(Some(text)) => text,
         Ok(None) => return Err(fail("there is no such file")),
         Err(error) => return Err(fail(&error.to_string())),
     };
-    let certificates: Vec<_> = parse_pem(text.as_bytes())
+    let certificates: Vec<Certificate<'static>> = parse_pem(text.as_bytes())
         .filter_map(|item| match item {
             Ok(PemItem::Certificate(certificate)) => Some(certificate),
             _ => None,
@@ -153,7 +151,7 @@ fn authorities(
     if certificates.is_empty() {
         Err(fail("it has no certificates in PEM format"))
     } else {
-        Ok(Some(certificates))
+        Ok(RootCerts::from(certificates))
     }
 }
 

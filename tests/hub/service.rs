@@ -9,6 +9,7 @@ use serde_json::{Value, json};
 use crate::support::daemon::Daemon;
 use crate::support::hub::{Hub, at_home, tiny_gemma};
 use crate::support::program::{assert_error, in_shell, output, printed, unicorn_on_software};
+use crate::support::server::certificate;
 use crate::support::waits::wait_until;
 
 /// A server that serves what is pulled into `home`/models.
@@ -194,9 +195,28 @@ fn the_commands_ask_a_running_server() {
         answer,
         "it is pulled, and answers as before"
     );
+    let without_scheme = url.strip_prefix("http://").expect("a URL");
+    assert!(printed(command(person.path(), &hub, &["list", "--url", without_scheme])).contains("org/tiny"));
     let nowhere = command(person.path(), &hub, &["ps", "--url", "http://127.0.0.1:9"]);
     assert_error(nowhere, 1, &["the server at http://127.0.0.1:9"]);
     assert_error(command(person.path(), &hub, &["ps"]), 1, &["no server is running", "unicorn serve"]);
+}
+
+#[test]
+fn a_command_trusts_the_authorities_that_a_variable_names() {
+    let (folder, _) = certificate();
+    let [cert, key] = ["cert.pem", "key.pem"].map(|name| folder.path().join(name));
+    let server = Daemon::start_as(&["--context", "256"], |command| {
+        command.env("UNICORN_SERVER_TLS_CERT", &cert).env("UNICORN_SERVER_TLS_KEY", &key);
+    });
+    let url = server.url().replace("http://127.0.0.1", "https://localhost");
+    let list = || unicorn_on_software(&["list", "--url", &url]);
+    let mut without = list();
+    without.env_remove("SSL_CERT_FILE");
+    assert_error(without, 1, &["certificate", "SSL_CERT_FILE names"]);
+    let mut with = list();
+    with.env("SSL_CERT_FILE", &cert);
+    assert!(printed(with).contains("a/b"));
 }
 
 #[test]

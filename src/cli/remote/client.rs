@@ -9,11 +9,13 @@ use std::time::Duration;
 use serde_json::Value;
 use ureq::http::header::{AUTHORIZATION, CONTENT_TYPE};
 use ureq::http::{Method, Request, Response};
+use ureq::tls::TlsConfig;
 use ureq::{Agent, Body};
 
 use crate::cli::error::Error;
 use crate::cli::log::note;
 use crate::config::Config;
+use crate::hub::authorities;
 
 const CONNECT: Duration = Duration::from_secs(5);
 /// Longest wait for the answer to the first question, which needs no model.
@@ -48,7 +50,7 @@ impl Client {
     /// # Errors
     /// Fails if no server listens at a given `url`, or if a program that is not such a server does.
     pub fn find(config: &Config, url: Option<&str>) -> Result<Option<Self>, Error> {
-        let agent = Agent::config_builder()
+        let mut agent = Agent::config_builder()
             .http_status_as_error(false)
             .max_redirects(0)
             .max_redirects_will_error(false)
@@ -56,8 +58,15 @@ impl Client {
             .user_agent(concat!("unicorn/", env!("CARGO_PKG_VERSION")))
             .timeout_resolve(Some(CONNECT))
             .timeout_connect(Some(CONNECT));
-        let given = url.map(|url| url.trim_end_matches('/').trim_end_matches("/v1").to_owned());
+        let given = url.map(|url| {
+            let url = url.trim_end_matches('/').trim_end_matches("/v1");
+            if url.contains("://") { url.to_owned() } else { format!("http://{url}") }
+        });
         let url = given.clone().unwrap_or_else(|| configured(config));
+        if url.starts_with("https://") {
+            let authorities = authorities(&|name: &str| std::env::var_os(name))?;
+            agent = agent.tls_config(TlsConfig::builder().root_certs(authorities).build());
+        }
         let key = std::env::var(KEY_VARIABLE).ok().filter(|key| !key.is_empty());
         let client = Self { agent: agent.build().into(), url, key };
         match client.probe() {
@@ -88,7 +97,13 @@ impl Client {
             Err(ureq::Error::Io(error)) if error.kind() == ErrorKind::ConnectionRefused => {
                 return Err(Probe::Nothing(self.failed(error.to_string())));
             }
-            Err(error) => return Err(Probe::Refused(self.failed(error.to_string()))),
+            Err(error) => {
+                let mut problem = error.to_string();
+                if problem.contains("certificate") {
+                    problem += "; SSL_CERT_FILE names a file of the authorities to trust, and --url has the name in the certificate";
+                }
+                return Err(Probe::Refused(self.failed(problem)));
+            }
         };
         let body = response.body_mut().with_config().limit(MAX_LINE_BYTES).read_to_vec().unwrap_or_default();
         let body: Option<Value> = serde_json::from_slice(&body).ok();
