@@ -644,7 +644,7 @@ impl Config {
                 parse(alone).is_err()
             });
             let culprit = culprits.next().map(|(section, option, _)| format!("{section}.{option}"));
-            format!("{}: {}", culprit.unwrap_or_default(), one_line(error.message()))
+            format!("{}: {}", culprit.unwrap_or_default(), in_words(&one_line(error.message())))
         })?;
         config.options = merged.clone();
         let Config { log, server, model, engine, gpu, kv, npu, .. } = &config;
@@ -917,11 +917,15 @@ fn parse_like(default: &Value, text: &str) -> Result<Value, String> {
 }
 
 fn byte_size<'de, D: serde::Deserializer<'de>>(d: D) -> Result<Option<u64>, D::Error> {
-    parse_bytes(&String::deserialize(d)?).map(Some).map_err(serde::de::Error::custom)
+    some_bytes(d).map(Some)
 }
 
 fn some_bytes<'de, D: serde::Deserializer<'de>>(d: D) -> Result<u64, D::Error> {
-    parse_bytes(&String::deserialize(d)?).map_err(serde::de::Error::custom)
+    let bytes = match Value::deserialize(d)? {
+        Value::String(text) => parse_bytes(&text),
+        other => Err(format!("expected a size in quotes, such as \"16GiB\", got {other}")),
+    };
+    bytes.map_err(serde::de::Error::custom)
 }
 
 fn parsed<'de, D: serde::Deserializer<'de>, T: FromStr<Err: Display>>(d: D) -> Result<Option<T>, D::Error> {
@@ -964,6 +968,24 @@ pub fn show_bytes(n: u64) -> String {
     }
     let power = (n.ilog2() / 10).min(BYTE_UNITS.len() as u32 - 1);
     format!("{:.1} {}", n as f64 / 1024f64.powi(power as i32), BYTE_UNITS[power as usize])
+}
+
+/// An error of a parser without the names of Rust's types of numbers.
+fn in_words(problem: &str) -> String {
+    let types = [
+        ("u16", "a whole number from 0 to 65535"),
+        ("u32", "a whole number, not negative"),
+        ("u64", "a whole number, not negative"),
+        ("usize", "a whole number, not negative"),
+        ("f32", "a number"),
+        ("f64", "a number"),
+        ("a sequence", "a list"),
+    ];
+    let meant = types.iter().find_map(|(name, meaning)| {
+        let start = problem.strip_suffix(name)?.strip_suffix("expected ")?;
+        Some(format!("{start}expected {meaning}"))
+    });
+    meant.unwrap_or_else(|| problem.to_owned())
 }
 
 /// Joins the lines of a TOML parser's error.

@@ -79,6 +79,29 @@ fn a_section_in_a_section_is_read_in_every_layer() {
 }
 
 #[test]
+fn a_value_of_another_type_is_refused_in_words() {
+    for (text, expected) in [
+        (
+            "[server]\nport = 70000",
+            "server.port: invalid value: integer `70000`, expected a whole number from 0 to 65535",
+        ),
+        (
+            "[server]\nport = \"80\"",
+            "server.port: invalid type: string \"80\", expected a whole number from 0 to 65535",
+        ),
+        (
+            "[server]\nqueue = -1",
+            "server.queue: invalid value: integer `-1`, expected a whole number, not negative",
+        ),
+        ("[memory]\nvram = 16", "memory.vram: expected a size in quotes, such as \"16GiB\", got 16"),
+        ("[models]\nserve = 3", "models.serve: invalid type: integer `3`, expected a list"),
+    ] {
+        let error = from_file(text).expect_err(text).to_string();
+        assert!(error.ends_with(expected), "{error}");
+    }
+}
+
+#[test]
 fn share_prefixes_is_key_or_all() {
     for (text, share) in [("", None), ("key", Some(SharePrefixes::Key)), ("all", Some(SharePrefixes::All))] {
         let config = from_file(&format!("[kv]\nshare_prefixes = \"{text}\"")).expect("valid");
