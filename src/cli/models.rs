@@ -13,7 +13,7 @@ use super::args::{Benchmark, Command, ConfigCommand, Eval, EvalLogits, EvalPerpl
 use super::error::Error;
 use super::terminal::{bytes, print};
 use super::{log, names};
-use crate::config::Config;
+use crate::config::{Config, ServedModel};
 use crate::hub::{Cache, HubError, ModelName, standard_cache};
 use crate::model::arch;
 use crate::text::visible;
@@ -83,6 +83,17 @@ pub fn locate(config: &mut Config, command: &mut Command) -> Result<(), Error> {
     };
     let caches = caches(config);
     draft.into_iter().chain(model).try_for_each(|text| find(&caches, text).map(drop))
+}
+
+/// The models that the configuration lists, each with its options, in which paths replace the names of pulled models.
+pub fn listed(config: &Config) -> Result<Vec<(&ServedModel, Config)>, Error> {
+    let each = config.models.serve.iter().enumerate().map(|(i, served)| {
+        let at = |problem| Error::Argument(format!("models.serve, number {}: {problem}", i + 1));
+        let mut config = config.of_model(served).map_err(at)?;
+        locate_served(&mut config)?;
+        Ok((served, config))
+    });
+    each.collect()
 }
 
 /// Replaces the names of one of several models and of its draft with the paths of the pulled models.

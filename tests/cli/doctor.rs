@@ -380,6 +380,14 @@ fn this_machine_has_findings() {
         text.contains("problem  kv-disk-unusable ") && text.contains("kv.disk.path: cannot open"),
         "{text}"
     );
+    let list = folder.path().join("list.toml");
+    for (path, code) in [("org/nothing", "model-not-pulled"), ("/proc/version", "model-unreadable")] {
+        fs::write(&list, format!("[[models.serve]]\npath = {path:?}\n")).unwrap();
+        let mut command = unicorn(&["doctor", "--config", list.to_str().unwrap()]);
+        command.env("HF_HUB_CACHE", "/proc/nonexistent");
+        let text = output(command).1;
+        assert!(text.contains(&format!("problem  {code} ")) && text.contains(path), "{text}");
+    }
     let (status, _, stderr) = output(unicorn(&["doctor", "--root", "/proc/nonexistent"]));
     assert_eq!((status, stderr.contains("there is no such folder")), (1, true), "{stderr}");
 }

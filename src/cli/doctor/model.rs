@@ -1,5 +1,5 @@
 //! Checks of a model on this machine: whether it was pulled, whether it fits (with the same plan as a load), and how
-//! fast the disk reads it.
+//! fast the disk reads it. Of several models, only their small files are read.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Read};
@@ -19,6 +19,7 @@ use crate::cli::plan;
 use crate::cli::terminal::bytes;
 use crate::config::Config;
 use crate::hub::{Cache, HubError, ModelName};
+use crate::model::arch;
 use crate::model::memory::Fit;
 
 /// Maximum bytes and time for the measurement of the disk.
@@ -102,6 +103,9 @@ pub fn check(
 ) -> Vec<Finding> {
     let path = config.model.path.as_deref().filter(|_| args.shape.is_none());
     let mut findings = Vec::new();
+    if config.model.path.is_none() && args.shape.is_none() && !machine.is_redirected() {
+        findings.extend(unusable_of_list(config));
+    }
     if path.is_some() || args.shape.is_some() {
         findings.extend(fit(machine, loader, gpu, config, args, path));
     }
@@ -113,6 +117,14 @@ pub fn check(
         (false, _) => {}
     }
     findings
+}
+
+/// The finding about the first of several models that cannot be read.
+fn unusable_of_list(config: &Config) -> Option<Finding> {
+    let read = models::listed(config).and_then(|list| {
+        list.iter().try_for_each(|(_, config)| Ok(arch::load(&load::files(&config.model)?).map(drop)?))
+    });
+    read.err().map(missing_model)
 }
 
 fn fit(

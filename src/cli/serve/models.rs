@@ -226,7 +226,8 @@ fn loaders(
     known: &[Arc<ModelLoader>],
 ) -> Result<Vec<Arc<ModelLoader>>, Error> {
     let mut loaders = Vec::new();
-    for source in listed(config)? {
+    for (served, config) in models::listed(config)? {
+        let source = Source { served: served.clone(), config, pulled: None, is_alone: false };
         loaders.push(known_or_new(known, shared, source)?);
     }
     complete(config, shared, known, loaders)
@@ -337,17 +338,6 @@ fn add_pulled(
             }
         }
     }
-}
-
-/// The models that the configuration lists.
-fn listed(config: &Config) -> Result<Vec<Source>, Error> {
-    let each = config.models.serve.iter().enumerate().map(|(i, served)| {
-        let at = |problem| Error::Argument(format!("models.serve, number {}: {problem}", i + 1));
-        let mut config = config.of_model(served).map_err(at)?;
-        models::locate_served(&mut config)?;
-        Ok(Source { served: served.clone(), config, pulled: None, is_alone: false })
-    });
-    each.collect()
 }
 
 /// Opens the files of each configured model, and returns the models' names.
