@@ -205,6 +205,8 @@ fn a_picture_of_the_command_line_is_sent_to_the_server() {
     assert!(code == 0 && said.trim_end() == expected.trim_end(), "{said:?} {expected:?} {stderr}");
     let (code, _, stderr) = run(&["--url", &url, "--image", "/proc/nonexistent/a.png"]);
     assert!(code != 0 && stderr.contains("/proc/nonexistent/a.png"), "{stderr}");
+    let (code, _, stderr) = run(&["--url", &url, "--image", "/dev/zero"]);
+    assert!(code == 1 && stderr.contains("/dev/zero: larger than"), "{stderr}");
     let (code, _, stderr) = run(&["--here", "--image", &files[0]]);
     assert!(code != 0 && stderr.contains("--image needs a running server"), "{stderr}");
 }

@@ -1,5 +1,6 @@
 //! `unicorn run`: a prompt or a conversation with a model of a running server, or with a model that this process loads.
 
+use std::fs::File;
 use std::io::IsTerminal as _;
 use std::path::Path;
 use std::time::Duration;
@@ -21,6 +22,7 @@ use crate::cli::progress::{EraseOnInterrupt, PATIENCE, Spinner};
 use crate::cli::terminal::print;
 use crate::cli::{models, names, pull};
 use crate::config::{self, Config};
+use crate::file::read_to_end;
 use crate::hub::HubError;
 use crate::image::Limits;
 use crate::text::Message;
@@ -131,14 +133,10 @@ fn on_server(client: &Client, args: args::Run, prompt: Option<String>) -> Result
 
 /// The file of a picture in base64.
 fn picture(file: &Path) -> Result<String, Error> {
-    let failed = |error| Error::File { path: file.to_owned(), error };
-    let bytes = std::fs::metadata(file).map_err(failed)?.len();
-    let most = Limits::default().max_bytes;
-    if bytes > most as u64 {
-        let file = file.display();
-        return Err(Error::Argument(format!("{file}: {bytes} bytes; a picture has at most {most}")));
-    }
-    Ok(STANDARD.encode(std::fs::read(file).map_err(failed)?))
+    let most = Limits::default().max_bytes as u64;
+    let read = File::open(file).and_then(|file| read_to_end(file, most));
+    let bytes = read.map_err(|error| Error::File { path: file.to_owned(), error })?;
+    Ok(STANDARD.encode(bytes))
 }
 
 fn not_served(client: &Client, model: &str, problem: &str) -> Error {
