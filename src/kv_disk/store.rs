@@ -80,14 +80,21 @@ impl KvStore {
     }
 
     /// Whether the folder has an entry of this address, by the index in memory. Entries in the queue do not
-    /// count, because they cannot be read yet.
+    /// count, because they cannot be read yet, nor do entries that could not be read.
     pub fn contains(&self, address: &Address) -> bool {
-        self.shared().state().index.entries.contains_key(address)
+        self.shared().state().index.readable(address).is_some()
     }
 
-    /// Makes an entry the newest one, because what it holds was used without a read.
+    /// Makes an entry the newest one, because what it holds was used without a read. The thread that writes
+    /// records this in the time of its file.
     pub fn touch(&self, address: &Address) {
-        self.shared().state().index.touch(address);
+        let shared = self.shared();
+        let mut state = shared.state();
+        state.index.touch(address);
+        if state.index.begin_stamp(address) {
+            state.touched.push_back(*address);
+            shared.work.notify_one();
+        }
     }
 
     /// The secret of this folder. Salts that must be the same after a restart can be derived from it. It stays if
@@ -101,7 +108,7 @@ impl KvStore {
     /// there is no entry, or if it cannot be read.
     pub fn read(&self, address: &Address, bytes: usize) -> Option<Vec<u8>> {
         let shared = self.shared();
-        let inserted = shared.state().index.entries.get(address)?.inserted;
+        let inserted = shared.state().index.readable(address)?.inserted;
         let since = Instant::now();
         match shared.folder.read(address, bytes) {
             Ok(payload) => {
@@ -117,8 +124,9 @@ impl KvStore {
                 None
             }
             Err(Unreadable::Io(error)) => {
-                // It is not read again, so that a bad sector costs one read. The file stays.
-                shared.state().index.forget(address, inserted);
+                // It is not read again, so that a bad sector costs one read. The file stays and counts until it is
+                // evicted, or written again.
+                shared.state().index.set_unreadable(address, inserted);
                 shared.read_failed("read from", &error);
                 None
             }
@@ -126,13 +134,13 @@ impl KvStore {
     }
 
     /// Puts an entry into the queue of the thread that writes; never waits. `true` too if the entry is
-    /// already in the folder or in the queue. `false` if it was dropped: it does not fit into the queue or
+    /// already in the folder, where it can be read, or in the queue. `false` if it was dropped: it does not fit into the queue or
     /// into the folder, or the store pauses after an error.
     pub fn write(&self, address: Address, payload: Vec<u8>) -> bool {
         let shared = self.shared();
         let job_bytes = file_bytes(payload.len());
         let mut state = shared.state();
-        if state.index.entries.contains_key(&address) || state.queued.contains_key(&address) {
+        if state.index.readable(&address).is_some() || state.queued.contains_key(&address) {
             return true;
         }
         let is_too_large = job_bytes > shared.max_bytes.min(MAX_FILE_BYTES);
@@ -323,7 +331,7 @@ struct Shared {
     options: Options,
     files: Mutex<()>,
     state: Mutex<State>,
-    /// The queue has a new entry, or the store is closed.
+    /// The queue has a new entry, an entry was touched, or the store is closed.
     work: Condvar,
     /// The writer finished an entry, or ended.
     idle: Condvar,
@@ -338,6 +346,8 @@ struct State {
     /// Bytes of the files of the queue and of the entry that is written now.
     queued_bytes: u64,
     is_writing: bool,
+    /// Entries whose use is not yet recorded in the times of their files, the oldest use first.
+    touched: VecDeque<Address>,
     paused_until: Option<Instant>,
     /// Counts jobs.
     jobs: u64,
@@ -549,6 +559,10 @@ struct Entry {
     used: u64,
     /// The clock at the insertion. It tells two files of the same address apart.
     inserted: u64,
+    /// Whether a read failed with an error of the file system.
+    is_unreadable: bool,
+    /// Whether the entry is in `State::touched`.
+    is_touched: bool,
 }
 
 impl Index {
@@ -562,8 +576,31 @@ impl Index {
     fn insert(&mut self, address: Address, bytes: u64) {
         self.remove(&address);
         let now = self.tick(address);
-        self.entries.insert(address, Entry { bytes, used: now, inserted: now });
+        let entry = Entry { bytes, used: now, inserted: now, is_unreadable: false, is_touched: false };
+        self.entries.insert(address, entry);
         self.bytes += bytes;
+    }
+
+    /// The entry, unless it could not be read.
+    fn readable(&self, address: &Address) -> Option<&Entry> {
+        self.entries.get(address).filter(|entry| !entry.is_unreadable)
+    }
+
+    /// Keeps an entry from being read, if it is still the one that was inserted then.
+    fn set_unreadable(&mut self, address: &Address, inserted: u64) {
+        if let Some(entry) = self.entries.get_mut(address).filter(|entry| entry.inserted == inserted) {
+            entry.is_unreadable = true;
+        }
+    }
+
+    /// Whether the use of an entry is to be recorded in the time of its file, and no earlier use waits for that.
+    fn begin_stamp(&mut self, address: &Address) -> bool {
+        self.entries.get_mut(address).is_some_and(|entry| !std::mem::replace(&mut entry.is_touched, true))
+    }
+
+    /// The next recorded use may be another one.
+    fn end_stamp(&mut self, address: &Address) {
+        self.entries.entry(*address).and_modify(|entry| entry.is_touched = false);
     }
 
     /// Makes an address the newest in the order; returns the clock.
@@ -608,9 +645,23 @@ impl Index {
 /// The thread that writes. When it ends, also by a panic, nothing waits for it any more.
 struct Writer(Arc<Shared>);
 
+/// What the writer does next.
+enum Work {
+    Write(Job),
+    /// Records a use of an entry in the time of its file.
+    Stamp(Address),
+}
+
 impl Writer {
     fn run(self) {
-        while let Some(job) = self.next_job() {
+        while let Some(work) = self.next_work() {
+            let job = match work {
+                Work::Write(job) => job,
+                Work::Stamp(address) => {
+                    self.0.folder.stamp(&address);
+                    continue;
+                }
+            };
             let since = Instant::now();
             let result = self.save(&job);
             match result {
@@ -622,14 +673,19 @@ impl Writer {
         }
     }
 
-    /// Waits for an entry to write; `None` if the store is closed.
-    fn next_job(&self) -> Option<Job> {
-        let is_idle = |state: &mut State| state.queue.is_empty() && !state.is_closed;
+    /// Waits for work; `None` if the store is closed and all uses are recorded.
+    fn next_work(&self) -> Option<Work> {
+        let is_idle =
+            |state: &mut State| state.queue.is_empty() && state.touched.is_empty() && !state.is_closed;
         let waited = self.0.work.wait_while(self.0.state(), is_idle);
         let mut state = waited.expect("nothing panics under this lock");
-        let job = state.queue.pop_front()?;
-        state.is_writing = true;
-        Some(job)
+        if let Some(job) = state.queue.pop_front() {
+            state.is_writing = true;
+            return Some(Work::Write(job));
+        }
+        let address = state.touched.pop_front()?;
+        state.index.end_stamp(&address);
+        Some(Work::Stamp(address))
     }
 
     fn finish(&self, job: &Job) {
@@ -825,22 +881,30 @@ impl Folder {
 
     /// Reads an entry, and records its use in the time of its file.
     fn read(&self, address: &Address, bytes: usize) -> Result<Vec<u8>, Unreadable> {
-        let names = Names::of(address);
-        let open = || {
-            let subfolder = self.open_subfolder(&names.subfolder)?;
-            rustix::fs::openat(&subfolder, &names.entry, SAFE | OFlags::RDONLY, Mode::empty())
-        };
-        let file = File::from(open().map_err(|error| match is_other_type(error) {
+        let file = self.open_entry(address).map_err(|error| match is_other_type(error) {
             true => Unreadable::Damage(Damage::NotAFile),
             false => Unreadable::Io(error.into()),
-        })?);
+        })?;
         if !file.metadata()?.is_file() {
             return Err(Damage::NotAFile.into());
         }
         let payload = decode(&file, address, bytes)?;
-        // Only the order of evictions after a restart depends on it.
-        let _ = file.set_modified(SystemTime::now());
+        set_used(&file);
         Ok(payload)
+    }
+
+    /// Records a use of an entry in the time of its file.
+    fn stamp(&self, address: &Address) {
+        if let Ok(file) = self.open_entry(address) {
+            set_used(&file);
+        }
+    }
+
+    fn open_entry(&self, address: &Address) -> rustix::io::Result<File> {
+        let names = Names::of(address);
+        let subfolder = self.open_subfolder(&names.subfolder)?;
+        let file = rustix::fs::openat(&subfolder, &names.entry, SAFE | OFlags::RDONLY, Mode::empty())?;
+        Ok(File::from(file))
     }
 
     /// Removes an entry. That it is already gone is no error.
@@ -857,6 +921,12 @@ impl Folder {
 /// Opens a folder. Unlike the names in it, it may be a link.
 fn open_root(path: &Path) -> rustix::io::Result<OwnedFd> {
     rustix::fs::openat(CWD, path, OFlags::DIRECTORY | OFlags::CLOEXEC, Mode::empty())
+}
+
+/// Records a use of an entry in the time of its file. An error does not matter: only the order of evictions after a
+/// restart depends on that time.
+fn set_used(file: &File) {
+    let _ = file.set_modified(SystemTime::now());
 }
 
 /// Whether a name was not opened because it is a link or a socket, or not the folder that was expected.
@@ -1113,6 +1183,44 @@ mod tests {
         let store = open(&folder, 2 * file_bytes(100));
         assert_eq!((store.stats().entries, store.stats().evicted_entries), (2, 2));
         assert!(store.contains(&addresses[0]));
+        assert_matches_disk(&store, folder.path());
+    }
+
+    #[test]
+    fn a_reopened_store_knows_the_uses_without_a_read() {
+        let folder = folder();
+        let store = open(&folder, MUCH);
+        let addresses: Vec<Address> = (0..4).map(|number| put(&store, number, 100)).collect();
+        store.touch(&addresses[1]);
+        store.touch(&addresses[0]);
+        store.touch(&piece(9, 100).0);
+        drop(store);
+
+        let store = open(&folder, 2 * file_bytes(100));
+        let left: Vec<bool> = addresses.iter().map(|address| store.contains(address)).collect();
+        assert_eq!(left, [true, true, false, false]);
+        assert_matches_disk(&store, folder.path());
+    }
+
+    /// As after an error of the disk, which a test cannot cause.
+    #[test]
+    fn an_entry_that_cannot_be_read_counts_until_it_is_evicted_or_written_again() {
+        let folder = folder();
+        let store = open(&folder, 3 * file_bytes(100));
+        let addresses: Vec<Address> = (0..2).map(|number| put(&store, number, 100)).collect();
+        for address in &addresses {
+            let inserted = store.shared().state().index.entries[address].inserted;
+            store.shared().state().index.set_unreadable(address, inserted);
+            assert!(!store.contains(address) && store.read(address, 100).is_none());
+        }
+        assert_matches_disk(&store, folder.path());
+        put(&store, 1, 100);
+        assert_eq!(store.read(&addresses[1], 100), Some(piece(1, 100).1));
+        assert_matches_disk(&store, folder.path());
+        // Needs the room of the other one.
+        put(&store, 2, 200);
+        assert!(store.contains(&addresses[1]));
+        assert_eq!(store.stats().evicted_entries, 1);
         assert_matches_disk(&store, folder.path());
     }
 
