@@ -34,7 +34,7 @@ use sha2::{Digest as _, Sha256};
 use super::block_manager::{Digest, NodeRef, UnwrittenBlock, digests};
 use super::pace::{Load, Pace};
 use super::request::{CacheSalt, PromptImage};
-use super::scheduler::{DiskLookup, EndedTurn, ForgottenText, Scheduler};
+use super::scheduler::{DiskLookup, EndedTurn, SaltedText, Scheduler};
 use super::sequence::SequenceId;
 use super::shared::DiskStats;
 use crate::kv_disk::{Address, KvStore};
@@ -160,7 +160,7 @@ impl Disk {
 
     /// Takes the turns that ended, and finds out which of their entries the store lacks.
     pub(super) fn take_turns(&mut self, scheduler: &mut Scheduler) {
-        for EndedTurn { salt, tokens, images, nodes } in scheduler.take_turns() {
+        for EndedTurn { text: SaltedText { salt, tokens, images }, nodes } in scheduler.take_turns() {
             self.stats.turns += 1;
             let digests = self.digests(&salt, &tokens, &images);
             let end = nodes.len();
@@ -175,8 +175,8 @@ impl Disk {
                 }
             }
         }
-        for ForgottenText { salt, tokens, images } in scheduler.take_forgotten() {
-            self.forget(&salt, &tokens, &images);
+        for text in scheduler.take_forgotten() {
+            self.forget(&text);
         }
         while self.pending.len() > MAX_PENDING {
             let oldest = self.pending.pop_front().expect("just counted");
@@ -186,7 +186,7 @@ impl Disk {
     }
 
     /// Removes the entries that begin a text. Without one of them, nothing that begins with the first group of blocks is found.
-    fn forget(&mut self, salt: &CacheSalt, tokens: &[u32], images: &[PromptImage]) {
+    fn forget(&mut self, SaltedText { salt, tokens, images }: &SaltedText) {
         let pools = 0..self.limits.kv.pools.len();
         let most = pools.clone().map(|pool| self.group(pool)).max().unwrap_or(0) * self.limits.kv.block_size;
         let digests = self.digests(salt, &tokens[..most.min(tokens.len())], images);

@@ -55,7 +55,7 @@ use self::fairness::Served;
 pub use self::step::{Output, SequenceShare, Step};
 use self::turns::DiskState;
 pub use self::turns::EndedTurn;
-pub(in crate::engine) use self::turns::{DiskLookup, ForgottenText};
+pub(in crate::engine) use self::turns::{DiskLookup, SaltedText};
 use super::block_manager::{BlockManager, PoolUse};
 use super::image_slots::ImageSlots;
 use super::request::{ClientId, Priority};

@@ -11,7 +11,7 @@
 
 use super::Scheduler;
 use super::step::PendingStep;
-use super::turns::{DiskLookup, EndedTurn, ForgottenText, Restored};
+use super::turns::{DiskLookup, EndedTurn, Restored, SaltedText};
 use crate::engine::block_manager::{NoRoom, NodeRef, UnwrittenBlock};
 use crate::engine::request::{CacheSalt, Priority};
 use crate::engine::sequence::{OnDisk, Sequence, SequenceId};
@@ -29,7 +29,7 @@ impl Scheduler {
     }
 
     /// The texts that must not be found again, since the last call.
-    pub(in crate::engine) fn take_forgotten(&mut self) -> Vec<ForgottenText> {
+    pub(in crate::engine) fn take_forgotten(&mut self) -> Vec<SaltedText> {
         std::mem::take(&mut self.stored.forgotten)
     }
 
@@ -38,7 +38,7 @@ impl Scheduler {
         if self.config.stores_turns {
             let sequence = &self.running[index];
             let images = sequence.request.images.clone();
-            let forgotten = ForgottenText { salt, tokens: sequence.tokens.clone(), images };
+            let forgotten = SaltedText { salt, tokens: sequence.tokens.clone(), images };
             self.stored.forgotten.push(forgotten);
         }
     }
@@ -70,16 +70,15 @@ impl Scheduler {
             return;
         }
         let images = images.iter().filter(|image| image.positions.end <= end);
-        let turn = EndedTurn {
+        let text = SaltedText {
             salt: sequence.table.salt().clone(),
             tokens: sequence.tokens[..end].to_vec(),
             images: images.cloned().collect(),
-            nodes,
         };
         if self.stored.turns.len() == MAX_TURNS {
             self.stored.turns.pop_front();
         }
-        self.stored.turns.push_back(turn);
+        self.stored.turns.push_back(EndedTurn { text, nodes });
     }
 
     /// Whether a waiting sequence may start: not before it was looked up on disk.

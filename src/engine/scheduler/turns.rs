@@ -6,22 +6,20 @@ use crate::engine::block_manager::{BlockTable, KnownPrefix, NodeRef};
 use crate::engine::request::{CacheSalt, PromptImage};
 use crate::engine::sequence::SequenceId;
 
-/// The end of a turn: a text whose whole blocks are registered.
+/// A text, and the salt under which it is stored.
 #[derive(Debug)]
-pub struct EndedTurn {
-    pub(in crate::engine) salt: CacheSalt,
-    pub(in crate::engine) tokens: Vec<u32>,
-    pub(in crate::engine) images: Vec<PromptImage>,
-    /// The nodes of its whole blocks.
-    pub(in crate::engine) nodes: Vec<NodeRef>,
-}
-
-/// A text that must not be found again, because its logits were not finite.
-#[derive(Debug)]
-pub(in crate::engine) struct ForgottenText {
+pub(in crate::engine) struct SaltedText {
     pub salt: CacheSalt,
     pub tokens: Vec<u32>,
     pub images: Vec<PromptImage>,
+}
+
+/// The end of a turn: a text whose whole blocks are registered.
+#[derive(Debug)]
+pub struct EndedTurn {
+    pub(in crate::engine) text: SaltedText,
+    /// The nodes of its whole blocks.
+    pub(in crate::engine) nodes: Vec<NodeRef>,
 }
 
 /// A text that the disk may have.
@@ -50,7 +48,8 @@ pub(super) struct Restored {
 #[derive(Debug, Default)]
 pub(super) struct DiskState {
     pub turns: VecDeque<EndedTurn>,
-    pub forgotten: Vec<ForgottenText>,
+    /// Texts that must not be found again, because their logits were not finite.
+    pub forgotten: Vec<SaltedText>,
     pub restored: Option<Restored>,
     /// How many sequences began with tokens from the disk and computed a step, and the tokens.
     pub hits: u64,
