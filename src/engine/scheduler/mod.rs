@@ -259,7 +259,7 @@ impl Scheduler {
 
     fn forget_client(&mut self, client: ClientId) {
         if !self.waiting.iter().chain(&self.running).any(|s| s.request.client == client) {
-            self.served.forget(client);
+            self.served.leave(client);
         }
     }
 
