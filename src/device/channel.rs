@@ -12,6 +12,7 @@ use std::os::unix::fs::FileExt;
 use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::fs::FallocateFlags;
 use rustix::io::{Errno, retry_on_intr};
 use rustix::net::{
     AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
@@ -25,6 +26,8 @@ use serde::de::DeserializeOwned;
 const INLINE_BYTES: usize = 8 << 10;
 /// The longest message. A step of 64 sequences with masks has some MiB.
 const MAX_BYTES: usize = 64 << 20;
+/// The memory of a longer message is freed when it is received. The masks of a step are shorter.
+const KEPT_BYTES: usize = 4 << 20;
 /// Messages that one side may send before it receives an answer. Two steps with masks, and a wait, are five.
 const SLOTS: u64 = 8;
 /// The most files that Linux sends in one message is 253.
@@ -133,11 +136,19 @@ impl Channel {
         if bytes > INLINE_BYTES {
             self.memory.write_all_at(&self.buffer[1..], slot(self.is_first, self.sent))?;
             self.sent += 1;
+            self.free_buffer();
             self.buffer.clear();
             self.buffer.push(IN_MEMORY);
             self.buffer.extend((bytes as u32).to_ne_bytes());
         }
         self.send_packet(&self.buffer)
+    }
+
+    /// Frees the buffer after a very long message.
+    fn free_buffer(&mut self) {
+        if self.buffer.capacity() > KEPT_BYTES {
+            self.buffer = Vec::new();
+        }
     }
 
     /// The system sends a packet in one piece.
@@ -160,6 +171,12 @@ impl Channel {
 
     /// Waits for the next message; `None` if the other side has ended.
     pub fn receive<T: DeserializeOwned>(&mut self) -> io::Result<Option<T>> {
+        let message = self.receive_message();
+        self.free_buffer();
+        message
+    }
+
+    fn receive_message<T: DeserializeOwned>(&mut self) -> io::Result<Option<T>> {
         self.buffer.resize(1 + INLINE_BYTES, 0);
         let bytes = loop {
             match recv(&self.socket, &mut self.buffer[..], RecvFlags::TRUNC) {
@@ -179,7 +196,14 @@ impl Channel {
                     return Err(io::Error::other(format!("a message of {bytes} bytes")));
                 }
                 self.buffer.resize(bytes, 0);
-                self.memory.read_exact_at(&mut self.buffer, slot(!self.is_first, self.received))?;
+                let slot = slot(!self.is_first, self.received);
+                self.memory.read_exact_at(&mut self.buffer, slot)?;
+                if bytes > KEPT_BYTES {
+                    // The other side writes to this slot again only after several later messages. Without this, each slot
+                    // would keep as much memory as its longest message had. An error wastes only memory.
+                    let free = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+                    let _ = rustix::fs::fallocate(&self.memory, free, slot, bytes as u64);
+                }
                 self.received += 1;
                 &self.buffer
             }
@@ -270,7 +294,9 @@ fn receive_file(socket: &OwnedFd) -> io::Result<File> {
 #[cfg(test)]
 mod tests {
     use std::io::{Read, Seek, Write};
+    use std::os::unix::fs::MetadataExt;
 
+    use super::super::message::Bytes;
     use super::*;
 
     fn pair() -> (Channel, Channel) {
@@ -295,6 +321,23 @@ mod tests {
             assert_eq!(one.receive::<Vec<u32>>().unwrap(), Some(message(100_000)));
         }
         assert!(!one.poll(Duration::ZERO).unwrap() && !other.poll(Duration::ZERO).unwrap());
+    }
+
+    #[test]
+    fn very_long_messages_keep_no_memory() {
+        let (mut one, mut other) = pair();
+        for round in 0..=SLOTS {
+            let message = vec![round as u8; 2 * KEPT_BYTES];
+            one.send(&Bytes((&message).into())).unwrap();
+            let came = other.receive::<Bytes<'_>>().unwrap().unwrap();
+            assert!(came.0 == message);
+            other.send(&came).unwrap();
+            assert!(one.receive::<Bytes<'_>>().unwrap().unwrap().0 == message);
+        }
+        let kept = one.memory.metadata().unwrap().blocks() * 512;
+        assert!(kept < KEPT_BYTES as u64, "{kept} bytes");
+        let buffers = one.buffer.capacity().max(other.buffer.capacity());
+        assert!(buffers <= KEPT_BYTES, "{buffers} bytes");
     }
 
     #[test]
