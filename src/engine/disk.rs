@@ -19,9 +19,9 @@
 //! sequence does not wait for the text of a background one. A turn is stored if its blocks are still in the prefix cache
 //! when the engine gets to it.
 //!
-//! Reading is worth it only if it takes less time than computing. Both are predicted: the time of the steps by [`Pace`], and
-//! the time of reading from the reads before. As long as one of them is unknown, the engine reads. A read that takes
-//! longer than computing would is given up.
+//! Reading is worth it only if it takes less time than computing, with the reads for other sequences before it. Both are
+//! predicted: the time of the steps by [`Pace`], and the time of reading from the reads before. As long as one of them is
+//! unknown, the engine reads. A read that takes longer than computing would is given up.
 
 use std::collections::{HashSet, VecDeque};
 use std::ops::Range;
@@ -84,9 +84,20 @@ struct Entry {
     nodes: Vec<NodeRef>,
 }
 
+/// What the disk has of a text, beyond what the prefix cache has.
+struct Found {
+    /// The digests of the text's blocks, up to the end of what the disk has.
+    digests: Vec<Digest>,
+    /// The positions that need not be computed if it is read.
+    positions: Range<usize>,
+    /// The entries to read, with their bytes.
+    entries: Vec<(Address, u64)>,
+}
+
 /// A read in progress.
 struct Restore {
     sequence: SequenceId,
+    addresses: HashSet<Address>,
     /// The blocks that are wanted of each entry that is still to come, with their indices in it.
     entries: VecDeque<Vec<(usize, PoolBlock)>>,
     /// The contents of each entry, in order. `None` = it could not be read.
@@ -240,17 +251,52 @@ impl Disk {
     pub(super) fn look_up(&mut self, scheduler: &mut Scheduler, pace: &Pace) {
         self.drop_lost_read(scheduler);
         for _ in 0..LOOKUPS_AT_ONCE {
+            let is_free = scheduler.may_begin_restore();
             let Some(lookup) = scheduler.next_lookup() else { return };
-            let (id, known) = (lookup.id, lookup.known.tokens);
-            match self.longest(&lookup) {
-                None => scheduler.settle(id),
-                Some(_) if !scheduler.may_begin_restore() => scheduler.wait_for_disk(id),
-                Some((end, digests)) => match self.begin(scheduler, pace, id, known, &digests[..end]) {
+            let id = lookup.id;
+            let Some(found) = self.longest(&lookup) else {
+                scheduler.settle(id);
+                continue;
+            };
+            // What is being read for another sequence is in the cache when the wait for it ends.
+            let is_shared =
+                |address| self.restore.as_ref().is_some_and(|read| read.addresses.contains(address));
+            let own = found.entries.iter().filter(|(address, _)| is_free || !is_shared(address));
+            let bytes: u64 = own.map(|(_, bytes)| bytes).sum();
+            let before = if is_free { Duration::ZERO } else { self.time_until_free(scheduler) };
+            let computing = self.time_to_compute(pace, found.positions.clone());
+            let reading = self.time_to_read(bytes).map(|own| own.saturating_add(before));
+            let is_slower = reading.zip(computing).is_some_and(|(reading, computing)| reading > computing);
+            if is_slower && self.config.reads == ReadRule::IfFaster {
+                self.stats.slower_reads += 1;
+                if is_free {
+                    // The disk may become faster. After some such texts, one is read again.
+                    self.bytes_per_s = self.bytes_per_s.map(|rate| 1.1 * rate);
+                }
+                scheduler.settle(id);
+            } else if !is_free {
+                scheduler.wait_for_disk(id, bytes);
+            } else {
+                match self.begin(scheduler, id, &found, computing) {
                     Some(restore) => self.restore = Some(restore),
                     None => scheduler.settle(id),
-                },
+                }
             }
         }
+    }
+
+    /// The predicted time of reading; `None` before the first read.
+    fn time_to_read(&self, bytes: u64) -> Option<Duration> {
+        let seconds = |rate: f64| Duration::try_from_secs_f64(bytes as f64 / rate).unwrap_or(Duration::MAX);
+        self.bytes_per_s.map(seconds)
+    }
+
+    /// The predicted time until everything is read that sequences wait for, as far as it is known.
+    fn time_until_free(&self, scheduler: &Scheduler) -> Duration {
+        let time = |bytes: u64| self.time_to_read(bytes).unwrap_or_default();
+        let left = |read: &Restore| time(read.bytes).saturating_sub(read.began.elapsed());
+        let now = self.restore.as_ref().map_or(Duration::ZERO, left);
+        now.saturating_add(time(scheduler.awaited_bytes()))
     }
 
     /// Ends the read of a sequence whose client has left, or whose blocks a running sequence needed.
@@ -261,9 +307,8 @@ impl Disk {
         }
     }
 
-    /// The longest beginning of a text, longer than what the cache has, whose entries the store has: its number of blocks,
-    /// and the digests of all blocks.
-    fn longest(&self, lookup: &DiskLookup<'_>) -> Option<(usize, Vec<Digest>)> {
+    /// The longest beginning of a text, longer than what the cache has, whose entries the store has.
+    fn longest(&self, lookup: &DiskLookup<'_>) -> Option<Found> {
         let &DiskLookup { tokens, images, ref salt, ref known, .. } = lookup;
         let size = self.limits.kv.block_size;
         // The logits of the last token are needed, so its block is computed.
@@ -272,12 +317,13 @@ impl Disk {
         if most < first {
             return None;
         }
-        let digests = self.digests(salt, &tokens[..most * size], images);
-        let is_known = |pool: usize, index: usize| known.blocks.get(index).is_some_and(|has| has[pool]);
+        let mut digests = self.digests(salt, &tokens[..most * size], images);
+        let is_known = |pool: usize, mut blocks: Range<usize>| {
+            blocks.all(|index| known.blocks.get(index).is_some_and(|has| has[pool]))
+        };
         let has = |pool: usize, blocks: Range<usize>| {
             let end = blocks.end;
-            blocks.into_iter().all(|index| is_known(pool, index))
-                || self.config.store.contains(&address(&digests[end - 1], pool))
+            is_known(pool, blocks) || self.config.store.contains(&address(&digests[end - 1], pool))
         };
         let pools = 0..self.limits.kv.pools.len();
         let whole_groups: Vec<Vec<bool>> = pools
@@ -302,20 +348,28 @@ impl Disk {
                     .all(|pool| self.entries(pool, end).rev().all(|blocks| is_there(pool, blocks)))
         };
         let end = (first..=most).rev().find(|end| is_complete(*end))?;
-        Some((end, digests))
+        let mut entries = Vec::new();
+        for pool in pools {
+            for blocks in self.entries(pool, end).filter(|blocks| !is_known(pool, blocks.clone())) {
+                let bytes = blocks.len() as u64 * self.limits.block_bytes[pool];
+                entries.push((address(&digests[blocks.end - 1], pool), bytes));
+            }
+        }
+        digests.truncate(end);
+        Some(Found { digests, positions: known.tokens..end * size, entries })
     }
 
-    /// Reserves blocks for a sequence, and begins to read their contents. `None` if the sequence is to be computed.
+    /// Reserves blocks for a sequence, and begins to read their contents. `computing` is the predicted time of computing
+    /// them. `None` if the sequence is to be computed.
     fn begin(
         &mut self,
         scheduler: &mut Scheduler,
-        pace: &Pace,
         sequence: SequenceId,
-        known: usize,
-        digests: &[Digest],
+        Found { digests, positions, .. }: &Found,
+        computing: Option<Duration>,
     ) -> Option<Restore> {
         let end = digests.len();
-        let Ok(unwritten) = scheduler.begin_restore(sequence, known, end) else {
+        let Ok(unwritten) = scheduler.begin_restore(sequence, positions.start, end) else {
             self.stats.failed_reads += 1;
             return None;
         };
@@ -338,23 +392,14 @@ impl Disk {
                 bytes += (blocks.len() * block_bytes) as u64;
             }
         }
-        let computing = self.time_to_compute(pace, known..end * self.limits.kv.block_size);
-        let reading = self.bytes_per_s.map(|rate| Duration::from_secs_f64(bytes as f64 / rate));
-        let is_slower = reading.zip(computing).is_some_and(|(reading, computing)| reading > computing);
-        if is_slower && self.config.reads == ReadRule::IfFaster {
-            self.stats.slower_reads += 1;
-            // The disk may become faster. After some such texts, one is read again.
-            self.bytes_per_s = self.bytes_per_s.map(|rate| 1.1 * rate);
-            scheduler.cancel_restore();
-            return None;
-        }
+        let addresses = reads.iter().map(|(address, _)| *address).collect();
         let Some(contents) = read_ahead(&self.config.store, reads) else {
             self.stats.failed_reads += 1;
             scheduler.cancel_restore();
             return None;
         };
         let most = computing.map_or(LONGEST_READ, |computing| computing.max(LEAST_READ));
-        Some(Restore { sequence, entries, contents, began: Instant::now(), most, bytes })
+        Some(Restore { sequence, addresses, entries, contents, began: Instant::now(), most, bytes })
     }
 
     /// Writes to the device what was read, for about `budget` if there is more. If nothing was read yet, waits for `patience`.
@@ -468,4 +513,88 @@ fn read_ahead(store: &KvStore, reads: Vec<(Address, usize)>) -> Option<Receiver<
     };
     thread::Builder::new().name("kv reader".into()).spawn(read).ok()?;
     Some(receiver)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::engine::request::Request;
+    use crate::engine::scheduler::SchedulerConfig;
+    use crate::engine::sequence::Sequence;
+    use crate::model::KvLimits;
+
+    const BLOCK_BYTES: u64 = 1000;
+    /// Longer than any test takes.
+    const LONG: Duration = Duration::from_secs(600);
+
+    fn limits() -> Limits {
+        Limits {
+            max_batch_tokens: 16,
+            max_sequences: 8,
+            max_draws: 8,
+            max_in_flight: 2,
+            kv: KvLimits { block_size: 4, pools: vec![KvPool { window: None, blocks: 1000 }] },
+            max_context: 500,
+            vocab_size: 50,
+            hidden_size: 8,
+            step_bytes: Vec::new(),
+            block_bytes: vec![BLOCK_BYTES],
+            images: None,
+        }
+    }
+
+    fn disk(store: KvStore) -> Disk {
+        Disk::new(DiskConfig { store, model: [7; 32], reads: ReadRule::IfFaster }, &limits())
+    }
+
+    fn scheduler() -> Scheduler {
+        Scheduler::new(limits(), SchedulerConfig { stores_turns: true, ..SchedulerConfig::default() })
+    }
+
+    /// A text of 40 blocks, and the token after it.
+    fn text(n: u32) -> Vec<u32> {
+        vec![n; 40 * limits().kv.block_size + 1]
+    }
+
+    /// Stores a text.
+    fn keep(disk: &Disk, tokens: &[u32]) {
+        let digests = disk.digests(&CacheSalt::default(), tokens, &[]);
+        for blocks in disk.entries(0, digests.len()) {
+            let contents = vec![0; blocks.len() * BLOCK_BYTES as usize];
+            assert!(disk.config.store.write(address(&digests[blocks.end - 1], 0), contents));
+        }
+        assert!(disk.config.store.flush(LONG));
+    }
+
+    /// Steps of 16 tokens take a second each.
+    fn pace() -> Pace {
+        let mut pace = Pace::new();
+        (0..50).for_each(|i| pace.observe(Load::default().with(16 * i, 16), Duration::from_secs(1)));
+        pace
+    }
+
+    /// A text takes ten seconds to compute and six to read. The second one would be read after twelve.
+    #[test]
+    fn a_text_is_computed_if_the_wait_for_other_reads_makes_its_own_slower() {
+        let folder = tempfile::tempdir().unwrap();
+        let mut disk = disk(KvStore::open(&folder.path().join("kv"), 1 << 30).unwrap());
+        let (mut scheduler, pace) = (scheduler(), pace());
+        [1, 2, 3].into_iter().for_each(|n| keep(&disk, &text(n)));
+        disk.bytes_per_s = Some(40.0 * BLOCK_BYTES as f64 / 6.0);
+        // The third sequence has the text that is read for the first one.
+        for (id, n) in [(0, 1), (1, 2), (2, 1)] {
+            scheduler.add(Sequence::new(id, Request::new(text(n)), 8));
+        }
+        disk.look_up(&mut scheduler, &pace);
+        assert_eq!((scheduler.is_restoring(0), disk.stats.slower_reads), (true, 1));
+        assert!(scheduler.wants_lookup());
+
+        // Other reads that are awaited count too.
+        disk.bytes_per_s = Some(40.0 * BLOCK_BYTES as f64 / 4.0);
+        for (id, n) in [(3, 2), (4, 3)] {
+            scheduler.add(Sequence::new(id, Request::new(text(n)), 8));
+            disk.look_up(&mut scheduler, &pace);
+        }
+        assert_eq!((scheduler.awaited_bytes(), disk.stats.slower_reads), (40 * BLOCK_BYTES, 2));
+    }
 }

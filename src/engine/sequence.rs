@@ -26,10 +26,16 @@ pub struct Fork {
 pub(super) enum OnDisk {
     #[default]
     Unknown,
-    /// The disk has a part of it, which is read after the text of another sequence.
-    Waits,
+    /// The disk has a part of it, which is read after the text of another sequence: this many bytes.
+    Waits { bytes: u64 },
     /// The sequence may start: what the disk has of it is read, or not worth a read.
     Settled,
+}
+
+impl OnDisk {
+    pub(super) fn waits(self) -> bool {
+        matches!(self, OnDisk::Waits { .. })
+    }
 }
 
 /// A prompt and its answer.

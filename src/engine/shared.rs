@@ -59,7 +59,7 @@ pub struct DiskStats {
     pub hit_tokens: u64,
     /// Reads that were given up: a file was missing or damaged, the device had no room, or they took too long.
     pub failed_reads: u64,
-    /// Sequences that were computed because reading was predicted to take longer.
+    /// Sequences that were computed because reading, with the reads before it, was predicted to take longer.
     pub slower_reads: u64,
     /// Ends of turns.
     pub turns: u64,

@@ -88,7 +88,7 @@ impl Scheduler {
 
     /// Whether a waiting sequence waits for the disk. Others may overtake it.
     pub(super) fn waits_for_disk(&self, sequence: &Sequence) -> bool {
-        self.is_restoring(sequence.begun_as) || !self.may_start(sequence) && sequence.on_disk == OnDisk::Waits
+        self.is_restoring(sequence.begun_as) || !self.may_start(sequence) && sequence.on_disk.waits()
     }
 
     /// The number of blocks of a pool that are reserved for a sequence.
@@ -107,7 +107,7 @@ impl Scheduler {
     pub(in crate::engine) fn next_lookup(&mut self) -> Option<DiskLookup<'_>> {
         let is_free = self.may_begin_restore();
         let is_wanted = |s: &Sequence| {
-            !self.may_start(s) && !self.is_restoring(s.begun_as) && (is_free || s.on_disk != OnDisk::Waits)
+            !self.may_start(s) && !self.is_restoring(s.begun_as) && (is_free || !s.on_disk.waits())
         };
         let index = self.first_of(self.class(), is_wanted)?;
         if !self.has_place(index, &PendingStep::new(&self.limits, false)) {
@@ -125,9 +125,19 @@ impl Scheduler {
         self.set_on_disk(id, OnDisk::Settled);
     }
 
-    /// The sequence waits for the restore of another one.
-    pub(in crate::engine) fn wait_for_disk(&mut self, id: SequenceId) {
-        self.set_on_disk(id, OnDisk::Waits);
+    /// The sequence waits for the restore of another one. Then so many bytes are read for it.
+    pub(in crate::engine) fn wait_for_disk(&mut self, id: SequenceId, bytes: u64) {
+        self.set_on_disk(id, OnDisk::Waits { bytes });
+    }
+
+    /// The bytes that are read for the sequences of the present class that wait for the restore of another one.
+    pub(in crate::engine) fn awaited_bytes(&self) -> u64 {
+        let class = self.class();
+        let awaited = |s: &Sequence| match s.on_disk {
+            OnDisk::Waits { bytes } if s.class() == class && !self.is_restoring(s.begun_as) => bytes,
+            _ => 0,
+        };
+        self.waiting.iter().map(awaited).sum()
     }
 
     /// The sequence is looked up again, because a part of its text could not be read: less of it, or nothing, is there.
