@@ -141,9 +141,9 @@ impl Disk {
         DiskStats { hits, hit_tokens, ..self.stats }
     }
 
-    /// Whether entries wait to be read from the device, or to be written to it.
+    /// Whether blocks are to be copied now, from the device or to it.
     pub(super) fn is_busy(&self) -> bool {
-        !self.pending.is_empty() || self.restore.is_some()
+        self.restore.is_some() || self.can_save()
     }
 
     pub(super) fn is_reading(&self) -> bool {
@@ -517,6 +517,8 @@ fn read_ahead(store: &KvStore, reads: Vec<(Address, usize)>) -> Option<Receiver<
 
 #[cfg(test)]
 mod tests {
+    use std::sync::{Arc, Mutex};
+
     use super::*;
     use crate::engine::request::Request;
     use crate::engine::scheduler::SchedulerConfig;
@@ -596,5 +598,24 @@ mod tests {
             disk.look_up(&mut scheduler, &pace);
         }
         assert_eq!((scheduler.awaited_bytes(), disk.stats.slower_reads), (40 * BLOCK_BYTES, 2));
+    }
+
+    /// Otherwise steps would not overlap as long as the disk hangs.
+    #[test]
+    fn nothing_is_to_be_copied_while_the_store_has_no_place() {
+        let folder = tempfile::tempdir().unwrap();
+        let gate = Arc::new(Mutex::new(()));
+        let store = KvStore::open_gated(&folder.path().join("kv"), Arc::clone(&gate));
+        let mut disk = disk(store.clone());
+        assert!(!disk.is_busy());
+        let address = Address::new([1; 32]);
+        disk.pending.push_back(Entry { address, pool: 0, nodes: Vec::new() });
+        assert!(disk.is_busy());
+        let closed = gate.lock().unwrap();
+        assert!(store.write(Address::new([2; 32]), vec![0; MAX_QUEUED_BYTES as usize]));
+        assert!(disk.has_pending() && !disk.is_busy());
+        drop(closed);
+        assert!(store.flush(LONG));
+        assert!(disk.is_busy());
     }
 }

@@ -40,6 +40,8 @@ const LAST_SAVES: Duration = Duration::from_secs(5);
 const DISK_BUDGET: Duration = Duration::from_millis(20);
 /// How long the engine waits for the disk before it looks at its messages again.
 const READ_PATIENCE: Duration = Duration::from_millis(20);
+/// How long the wait for the store keeps an idle model loaded that is not needed any longer.
+const LONGEST_SAVE: Duration = Duration::from_secs(60);
 /// How long an idle engine waits until the store has a place again.
 const STORE_PAUSE: Duration = Duration::from_millis(20);
 
@@ -325,9 +327,17 @@ impl StepLoop {
                 // If a request waits already, the span of energy continues.
                 let message = self.messages.try_recv().or_else(|_| {
                     // An unload saves for a bounded time.
-                    let is_wanted = !self.shared.unload_now.load(Ordering::Acquire);
+                    let until = |time: Duration| time.saturating_add(LONGEST_SAVE);
+                    let idle_unload = self.runner.idle_unload();
+                    let is_overdue = idle_unload.is_some_and(|time| self.last_done.elapsed() > until(time));
+                    let is_wanted = !is_overdue && !self.shared.unload_now.load(Ordering::Acquire);
                     if let Some(disk) = self.disk.as_ref().filter(|disk| is_wanted && disk.has_pending()) {
                         let patience = if disk.can_save() { Duration::ZERO } else { STORE_PAUSE };
+                        if !patience.is_zero() {
+                            // Other engines need not share the device with one that waits for the disk.
+                            self.ledger.end_span();
+                            self.working = None;
+                        }
                         let message = self.messages.recv_timeout(patience);
                         return message.map_err(|error| match error {
                             RecvTimeoutError::Timeout => Quiet::ToSave,
@@ -353,7 +363,8 @@ impl StepLoop {
                 });
                 match message {
                     Ok(message) => message,
-                    Err(Quiet::ToSave) => return true,
+                    Err(Quiet::ToSave) if self.disk.as_ref().is_some_and(Disk::can_save) => return true,
+                    Err(Quiet::ToSave) => continue,
                     Err(Quiet::Unneeded) => {
                         self.unload();
                         continue;

@@ -237,6 +237,19 @@ impl KvStore {
     }
 }
 
+#[cfg(test)]
+impl KvStore {
+    /// A store that writes nothing while the lock is held, and then files without contents.
+    pub(crate) fn open_gated(folder: &Path, gate: Arc<Mutex<()>>) -> Self {
+        let write = move |_: &mut File, _: &[u8]| {
+            drop(gate.lock());
+            Ok(())
+        };
+        let options = Options { write: Box::new(write), ..Options::default() };
+        Self::open_with(folder, u64::MAX, options).expect("a folder that can be used")
+    }
+}
+
 impl fmt::Debug for KvStore {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("KvStore").field("folder", &self.shared().folder.path).finish_non_exhaustive()
