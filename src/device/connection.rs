@@ -146,9 +146,11 @@ impl Connection {
         }
     }
 
-    /// The next message that a child sent before it ended, if it was not received yet.
+    /// The next message that a child sent before it ended, if it was not received yet. Does not wait: the child may live
+    /// on after a message could not be sent to it.
     pub fn last_words<T: DeserializeOwned>(&mut self) -> Option<T> {
-        self.channel.receive().ok().flatten()
+        let has_message = self.channel.poll(Duration::ZERO).unwrap_or(false);
+        has_message.then(|| self.channel.receive().ok().flatten()).flatten()
     }
 
     /// The child has closed its end of the channel, so it has ended or is ending.
@@ -258,6 +260,7 @@ mod tests {
         let patience = 3 * SLICE;
         let error = child.receive_meanwhile::<u8>(patience, || looks += 1).unwrap_err();
         assert_eq!((error, looks), (ConnectionError::Hung { seconds: 0 }, 3));
+        assert_eq!(silent(&Arc::default()).last_words::<u8>(), None);
         let cancelled = Arc::new(AtomicBool::new(true));
         assert_eq!(silent(&cancelled).receive::<u8>(KILLED), Err(ConnectionError::Cancelled));
     }
