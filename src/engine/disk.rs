@@ -115,6 +115,8 @@ pub(super) struct Disk {
     pending: VecDeque<Entry>,
     /// The addresses of `pending`.
     is_pending: HashSet<Address>,
+    /// How often the store was cleared before the turns of `pending` ended.
+    clears: u64,
     restore: Option<Restore>,
     /// Bytes that are read in a second; `None` until the first read.
     bytes_per_s: Option<f64>,
@@ -126,6 +128,7 @@ impl Disk {
     pub(super) fn new(config: DiskConfig, limits: &Limits) -> Self {
         assert_eq!(limits.block_bytes.len(), limits.kv.pools.len(), "bytes of the blocks of each pool");
         Self {
+            clears: config.store.clears(),
             config,
             limits: limits.clone(),
             pending: VecDeque::new(),
@@ -161,16 +164,32 @@ impl Disk {
 
     /// Forgets everything in progress, because all blocks are empty.
     pub(super) fn clear(&mut self) {
+        self.drop_pending();
+        self.restore = None;
+    }
+
+    fn drop_pending(&mut self) {
         self.stats.lost_entries += self.pending.len() as u64;
         self.pending.clear();
         self.is_pending.clear();
-        self.restore = None;
+    }
+
+    /// Forgets the turns that ended before the store was cleared, if it was. Otherwise they would be written after that.
+    /// Returns whether it was.
+    fn drop_cleared(&mut self) -> bool {
+        let clears = self.config.store.clears();
+        let is_cleared = std::mem::replace(&mut self.clears, clears) != clears;
+        if is_cleared {
+            self.drop_pending();
+        }
+        is_cleared
     }
 
     // --- the ends of turns ---
 
     /// Takes the turns that ended, and finds out which of their entries the store lacks.
     pub(super) fn take_turns(&mut self, scheduler: &mut Scheduler) {
+        self.drop_cleared();
         for EndedTurn { text: SaltedText { salt, tokens, images }, nodes } in scheduler.take_turns() {
             self.stats.turns += 1;
             let digests = self.digests(&salt, &tokens, &images);
@@ -214,6 +233,7 @@ impl Disk {
         scheduler: &Scheduler,
         runner: &mut dyn Runner,
     ) -> Result<(), RunnerError> {
+        self.drop_cleared();
         let Some(Entry { address, pool, nodes }) = self.pending.pop_front() else { return Ok(()) };
         self.is_pending.remove(&address);
         let block = |node: &NodeRef| Some(PoolBlock { pool, block: scheduler.registered(*node, pool)? });
@@ -222,7 +242,8 @@ impl Disk {
             return Ok(());
         };
         let contents = runner.read_blocks(&blocks)?;
-        self.stats.lost_entries += u64::from(!self.config.store.write(address, contents));
+        let is_kept = !self.drop_cleared() && self.config.store.write(address, contents);
+        self.stats.lost_entries += u64::from(!is_kept);
         Ok(())
     }
 
@@ -598,6 +619,22 @@ mod tests {
             disk.look_up(&mut scheduler, &pace);
         }
         assert_eq!((scheduler.awaited_bytes(), disk.stats.slower_reads), (40 * BLOCK_BYTES, 2));
+    }
+
+    #[test]
+    fn what_was_to_be_written_when_the_store_was_cleared_is_not_written_later() {
+        let folder = tempfile::tempdir().unwrap();
+        let mut disk = disk(KvStore::open(&folder.path().join("kv"), 1 << 30).unwrap());
+        let entry = || Entry { address: Address::new([1; 32]), pool: 0, nodes: Vec::new() };
+        disk.pending.push_back(entry());
+        disk.take_turns(&mut scheduler());
+        assert!(disk.has_pending());
+        disk.config.store.clear().unwrap();
+        disk.take_turns(&mut scheduler());
+        assert_eq!((disk.has_pending(), disk.stats.lost_entries), (false, 1));
+        disk.pending.push_back(entry());
+        disk.take_turns(&mut scheduler());
+        assert!(disk.has_pending(), "a turn that ended after that");
     }
 
     /// Otherwise steps would not overlap as long as the disk hangs.

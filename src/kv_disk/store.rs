@@ -191,6 +191,11 @@ impl KvStore {
         drop(std::thread::Builder::new().name("kv remover".into()).spawn(remove));
     }
 
+    /// How often all entries were removed. What a caller has still to write of the time before should not be written.
+    pub fn clears(&self) -> u64 {
+        self.shared().state().clears
+    }
+
     /// Removes all entries, also those in the queue. Returns what was removed from the disk.
     ///
     /// # Errors
@@ -200,6 +205,7 @@ impl KvStore {
         let addresses: Vec<Address> = {
             let _files = shared.lock_files();
             let mut state = shared.state();
+            state.clears += 1;
             state.drop_queue();
             // The entry that is written now is dropped when it is complete.
             state.queued.clear();
@@ -364,6 +370,8 @@ struct State {
     paused_until: Option<Instant>,
     /// Counts jobs.
     jobs: u64,
+    /// Counts calls of `KvStore::clear`.
+    clears: u64,
     is_closed: bool,
     /// The writer ended.
     is_ended: bool,
