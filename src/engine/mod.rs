@@ -26,7 +26,8 @@
 //! After a failure of the device, the engine starts another runner if it has a
 //! [`RunnerFactory`](crate::model::RunnerFactory). Every sequence is computed again, and gets the same ids as without
 //! the failure. The sequences of the failed steps are first computed alone. If the device fails again while it computes
-//! one of them alone, that sequence gets [`EngineError::LostTwice`], and the others continue. The engine ends after two
+//! one of them alone, that sequence gets [`EngineError::LostTwice`], and the others continue. That sequence explains both
+//! losses. A sequence whose client leaves before it was computed alone explains the loss too. The engine ends after two
 //! losses within a minute that no sequence explains. Without a factory, it ends after the first loss. Then all requests
 //! that run or wait get [`EngineError::Lost`], and so does every later [`EngineHandle::submit`].
 //!

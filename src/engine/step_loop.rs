@@ -69,6 +69,16 @@ struct Failure {
     sequences: Vec<SequenceId>,
     /// The sequences whose prompt the coprocessor failed to compute. Only they are affected by a failure of the coprocessor.
     failed_prompts: Vec<SequenceId>,
+    /// Whether the steps had sequences that have ended, or whose clients have left. They may be the reason, and cannot be
+    /// computed alone.
+    has_abandoned: bool,
+}
+
+impl Failure {
+    /// A failure while no step was in flight.
+    fn without_step(error: RunnerError, sequences: Vec<SequenceId>) -> Self {
+        Self { error, sequences, failed_prompts: Vec::new(), has_abandoned: false }
+    }
 }
 
 /// The engine thread's state.
@@ -172,7 +182,8 @@ impl StepLoop {
     }
 
     /// Starts another runner, if that is allowed. Returns false if the engine must end.
-    fn recover(&mut self, Failure { error, sequences, failed_prompts }: &Failure) -> bool {
+    fn recover(&mut self, failure: &Failure) -> bool {
+        let Failure { error, sequences, failed_prompts, has_abandoned } = failure;
         if self.shared.aborted.load(Ordering::Acquire) {
             return false; // the error is a result of the abort
         }
@@ -189,8 +200,16 @@ impl StepLoop {
         };
         // A client that gets the error must find the failure in the counts.
         self.publish();
-        // A failure of the coprocessor is explained even if the client of its prompt has left and `at_fault` is empty.
-        if !self.runner.may_recover(!at_fault.is_empty() || is_coprocessor && !sequences.is_empty()) {
+        let is_explained = match is_coprocessor {
+            // Also if the client of the prompt has left.
+            true => !at_fault.is_empty() || !sequences.is_empty(),
+            false => !at_fault.is_empty() || *has_abandoned,
+        };
+        if !is_coprocessor && !at_fault.is_empty() {
+            // A sequence that loses the device alone is the reason for the loss before, too.
+            self.runner.explain_last_loss();
+        }
+        if !self.runner.may_recover(is_explained) {
             self.end_lost(error);
             return false;
         }
@@ -412,7 +431,7 @@ impl StepLoop {
                 self.shared.set_finished();
                 true
             }
-            Err(error) => self.recover(&Failure { error, sequences: Vec::new(), failed_prompts: Vec::new() }),
+            Err(error) => self.recover(&Failure::without_step(error, Vec::new())),
         }
     }
 
@@ -429,6 +448,10 @@ impl StepLoop {
     }
 
     fn remove(&mut self, id: SequenceId) -> Answer {
+        if self.scheduler.is_suspect(id) {
+            // It may be the reason for the loss, and is not computed alone any longer.
+            self.runner.explain_last_loss();
+        }
         self.scheduler.remove(id);
         self.answers.remove(&id).expect("every sequence has an answer")
     }
@@ -441,7 +464,9 @@ impl StepLoop {
         let on_coprocessor =
             steps().filter(|_| matches!(error, RunnerError::Coprocessor(_))).find_map(Step::shared_prompt);
         let failed_prompts = self.scheduler.sequences_of(on_coprocessor);
-        Failure { error, sequences, failed_prompts }
+        let mut shares = steps().flat_map(|step| &step.shares);
+        let has_abandoned = shares.any(|share| !self.scheduler.knows(share.id));
+        Failure { error, sequences, failed_prompts, has_abandoned }
     }
 
     /// Submits as many steps as may be in flight, waits for the oldest one, and commits it. Returns the time that it
@@ -593,7 +618,7 @@ impl StepLoop {
             Ok(None) => return Ok(None),
             Err(error) => {
                 let sequences = self.scheduler.draft_requests().into_iter().map(|(id, _)| id).collect();
-                return Err(Failure { error, sequences, failed_prompts: Vec::new() });
+                return Err(Failure::without_step(error, sequences));
             }
         };
         self.scheduler.set_attention_path(self.runner.loaded().attention_path());

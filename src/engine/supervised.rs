@@ -94,6 +94,11 @@ impl SupervisedRunner {
         self.runner = None;
     }
 
+    /// The last loss has an explanation after all.
+    pub(super) fn explain_last_loss(&mut self) {
+        self.last_unexplained_loss = None;
+    }
+
     /// Whether another runner may be started after a loss. `explained`: whether sequences caused the loss.
     pub(super) fn may_recover(&mut self, explained: bool) -> bool {
         let now = Instant::now();

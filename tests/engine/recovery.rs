@@ -180,14 +180,62 @@ fn a_prompt_that_loses_the_device_twice_fails_alone() {
     assert_eq!((engine.stats().losses, engine.health()), (2, Ok(())));
 }
 
+/// Clients repeat a request that failed, so the same prompt comes several times within a minute.
 #[test]
-fn a_prompt_that_loses_the_device_fails_with_all_its_answers() {
+fn a_prompt_that_loses_the_device_fails_with_all_its_answers_each_time() {
     let (engine, control) = start(four(), false, None);
     control.poison(511);
-    let (answers, last) = answers(&engine, Request { more_seeds: vec![1, 2], ..request(&[511; 30], 9) });
-    assert_eq!(answers, vec![Vec::<u32>::new(); 3]);
-    assert!(matches!(last, Event::Failed(EngineError::LostTwice(_))), "{last:?}");
-    assert_all_free(&engine);
+    for _ in 0..3 {
+        let (answers, last) = answers(&engine, Request { more_seeds: vec![1, 2], ..request(&[511; 30], 9) });
+        assert_eq!(answers, vec![Vec::<u32>::new(); 3]);
+        assert!(matches!(last, Event::Failed(EngineError::LostTwice(_))), "{last:?}");
+        assert_all_free(&engine);
+    }
+    assert_eq!((engine.stats().losses, engine.health()), (6, Ok(())));
+}
+
+/// A prompt whose client has left is not computed alone, so it is taken for the reason.
+#[test]
+fn losses_by_prompts_whose_clients_leave_do_not_end_the_engine() {
+    let (engine, control) = start(four(), false, None);
+    control.poison(511);
+    for _ in 0..4 {
+        control.allow(0);
+        let steps = control.batches().len();
+        let losing = engine.submit(request(&[511; 30], 20)).expect("accepted");
+        control.submitted(steps + 2);
+        drop(losing);
+        control.release();
+        let prompt = [5; 3];
+        assert_eq!(
+            collect(&mut engine.submit(request(&prompt, 9)).expect("accepted")).0,
+            answer_to(&prompt, 9)
+        );
+        assert_all_free(&engine);
+    }
+    assert_eq!((engine.stats().losses, engine.health()), (4, Ok(())));
+}
+
+/// The client leaves before the loss, while a step with its prompt is in flight.
+#[test]
+fn a_loss_in_a_step_of_a_client_that_has_left_does_not_count() {
+    let (engine, control) = start(four(), false, None);
+    control.allow(0);
+    control.fail_wait_at(2);
+    let prompt = [5, 6, 7];
+    let mut decoded = engine.submit(request(&prompt, 60)).expect("accepted");
+    control.submitted(2);
+    let left = engine.submit(request(&[8; 30], 20)).expect("accepted");
+    control.allow(1);
+    control.submitted(3);
+    drop(left);
+    control.release();
+    assert_eq!(collect(&mut decoded).0, answer_to(&prompt, 60));
+    control.fail_probes();
+    engine.probe();
+    wait_until("the failed probe is noticed", || engine.stats().losses == 2);
+    let again = collect(&mut engine.submit(request(&prompt, 9)).expect("accepted")).0;
+    assert_eq!(again, answer_to(&prompt, 9));
 }
 
 /// The limits of [`four`], with steps long enough for prompts that the NPU computes.

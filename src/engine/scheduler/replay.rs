@@ -73,6 +73,12 @@ impl Scheduler {
         suspects.min_by_key(|s| s.line())
     }
 
+    /// Whether a sequence may have caused the loss, because it was not computed alone since.
+    pub(in crate::engine) fn is_suspect(&self, id: SequenceId) -> bool {
+        let mut all = self.waiting.iter().chain(&self.running);
+        all.any(|s| s.id == id && s.suspect.is_some())
+    }
+
     /// Whether a suspect must be computed alone, but a step of other sequences is still in flight.
     pub(super) fn waits_for_others(&self) -> bool {
         let Some(suspect) = self.replaying().map(|suspect| suspect.id) else { return false };
