@@ -30,14 +30,22 @@ impl DeviceProcess {
         Ok(Self { connection, limits, has_draft, attention_path, next_ticket: 0, patience })
     }
 
-    fn answer(&mut self) -> Result<Answer<'static>, RunnerError> {
-        match self.connection.receive(self.patience)? {
-            Answer::Failed(error) => {
-                self.connection.give_up();
-                Err(error)
-            }
-            answer => Ok(answer),
-        }
+    /// Sends a call that has an answer, and waits for it. `of` returns `None` for the answer to another call.
+    fn ask<T>(
+        &mut self,
+        call: &Call,
+        of: impl FnOnce(Answer<'static>) -> Option<T>,
+    ) -> Result<T, RunnerError> {
+        self.call(call)?;
+        let error = match self.connection.receive(self.patience)? {
+            Answer::Failed(error) => error,
+            answer => match of(answer) {
+                Some(answer) => return Ok(answer),
+                None => RunnerError::Lost("the process that drives it answered another question".into()),
+            },
+        };
+        self.connection.give_up();
+        Err(error)
     }
 
     /// Sends a call. If the child has ended, the error is the last failure that it sent, if it sent one.
@@ -46,11 +54,6 @@ impl DeviceProcess {
             Some(Answer::Failed(error)) => error,
             _ => gone.into(),
         })
-    }
-
-    fn unexpected(&mut self) -> RunnerError {
-        self.connection.give_up();
-        RunnerError::Lost("the process that drives it answered another question".into())
     }
 }
 
@@ -75,14 +78,12 @@ impl Runner for DeviceProcess {
     }
 
     fn wait(&mut self, _: Ticket) -> Result<Sampled, RunnerError> {
-        self.call(&Call::Wait)?;
-        match self.answer()? {
-            Answer::Sampled(sampled, attention_path) => {
-                self.attention_path = attention_path;
-                Ok(sampled)
-            }
-            _ => Err(self.unexpected()),
-        }
+        let (sampled, attention_path) = self.ask(&Call::Wait, |answer| match answer {
+            Answer::Sampled(sampled, attention_path) => Some((sampled, attention_path)),
+            _ => None,
+        })?;
+        self.attention_path = attention_path;
+        Ok(sampled)
     }
 
     fn attention_path(&self) -> u32 {
@@ -94,43 +95,31 @@ impl Runner for DeviceProcess {
     }
 
     fn draft(&mut self, requests: &[DraftRequest]) -> Result<Vec<Vec<u32>>, RunnerError> {
-        self.call(&Call::Draft(Borrowed(requests)))?;
-        match self.answer()? {
-            Answer::Drafted(tokens) => Ok(tokens),
-            _ => Err(self.unexpected()),
-        }
+        self.ask(&Call::Draft(Borrowed(requests)), |answer| match answer {
+            Answer::Drafted(tokens) => Some(tokens),
+            _ => None,
+        })
     }
 
     fn encode_image(&mut self, slot: u32, size: [usize; 2], pixels: &[u8]) -> Result<(), RunnerError> {
-        self.call(&Call::EncodeImage(slot, size, Bytes(Borrowed(pixels))))?;
-        match self.answer()? {
-            Answer::Encoded => Ok(()),
-            _ => Err(self.unexpected()),
-        }
+        let call = Call::EncodeImage(slot, size, Bytes(Borrowed(pixels)));
+        self.ask(&call, |answer| matches!(answer, Answer::Encoded).then_some(()))
     }
 
     fn read_blocks(&mut self, blocks: &[PoolBlock]) -> Result<Vec<u8>, RunnerError> {
-        self.call(&Call::ReadBlocks(Borrowed(blocks)))?;
-        match self.answer()? {
-            Answer::Blocks(bytes) => Ok(bytes.0.into_owned()),
-            _ => Err(self.unexpected()),
-        }
+        self.ask(&Call::ReadBlocks(Borrowed(blocks)), |answer| match answer {
+            Answer::Blocks(bytes) => Some(bytes.0.into_owned()),
+            _ => None,
+        })
     }
 
     fn write_blocks(&mut self, blocks: &[PoolBlock], bytes: &[u8]) -> Result<(), RunnerError> {
-        self.call(&Call::WriteBlocks(Borrowed(blocks), Bytes(Borrowed(bytes))))?;
-        match self.answer()? {
-            Answer::Written => Ok(()),
-            _ => Err(self.unexpected()),
-        }
+        let call = Call::WriteBlocks(Borrowed(blocks), Bytes(Borrowed(bytes)));
+        self.ask(&call, |answer| matches!(answer, Answer::Written).then_some(()))
     }
 
     fn probe(&mut self) -> Result<(), RunnerError> {
-        self.call(&Call::Probe)?;
-        match self.answer()? {
-            Answer::Probed => Ok(()),
-            _ => Err(self.unexpected()),
-        }
+        self.ask(&Call::Probe, |answer| matches!(answer, Answer::Probed).then_some(()))
     }
 }
 
