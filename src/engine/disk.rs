@@ -224,7 +224,7 @@ impl Disk {
             digests.iter().flat_map(|digest| pools.clone().map(|pool| address(digest, pool))).collect();
         self.pending.retain(|entry| !addresses.contains(&entry.address));
         self.is_pending.retain(|pending| !addresses.contains(pending));
-        self.config.store.remove(addresses);
+        self.config.store.remove(&addresses);
     }
 
     /// Reads the next entry from the device and gives it to the store. No step may be in flight.

@@ -165,30 +165,18 @@ impl KvStore {
         !self.shared().wait_while(patience, is_busy)
     }
 
-    /// Removes entries that must not be read again, also from the queue. Returns immediately: a thread removes the files.
-    pub fn remove(&self, addresses: Vec<Address>) {
-        let shared = Arc::clone(&self.closing.0);
-        {
-            let mut state = shared.state();
-            for address in &addresses {
-                state.index.remove(address);
-                state.drop_queued(address);
+    /// Removes entries that must not be read again, also from the queue. Returns immediately: the thread that writes
+    /// removes the files.
+    pub fn remove(&self, addresses: &[Address]) {
+        let shared = self.shared();
+        let mut state = shared.state();
+        for address in addresses {
+            state.drop_queued(address);
+            if state.index.remove(address).is_some() {
+                state.unwanted.push(*address);
             }
         }
-        let remove = move || {
-            for address in &addresses {
-                let _files = shared.lock_files();
-                // The entry may have been written again since.
-                if shared.state().index.entries.contains_key(address) {
-                    continue;
-                }
-                if let Err(error) = shared.folder.remove(address) {
-                    shared.read_failed("remove a file of", &error);
-                }
-            }
-        };
-        // Without a thread, the files stay until they are found at the next start.
-        drop(std::thread::Builder::new().name("kv remover".into()).spawn(remove));
+        shared.work.notify_one();
     }
 
     /// How often all entries were removed. What a caller has still to write of the time before should not be written.
@@ -350,7 +338,7 @@ struct Shared {
     options: Options,
     files: Mutex<()>,
     state: Mutex<State>,
-    /// The queue has a new entry, an entry was touched, or the store is closed.
+    /// The queue has a new entry, an entry was touched or is unwanted, or the store is closed.
     work: Condvar,
     /// The writer finished an entry, or ended.
     idle: Condvar,
@@ -367,6 +355,8 @@ struct State {
     is_writing: bool,
     /// Entries whose use is not yet recorded in the times of their files, the oldest use first.
     touched: VecDeque<Address>,
+    /// Entries that the index has no longer, and whose files are to be removed.
+    unwanted: Vec<Address>,
     paused_until: Option<Instant>,
     /// Counts jobs.
     jobs: u64,
@@ -401,6 +391,11 @@ impl Job {
 impl State {
     fn is_paused(&self) -> bool {
         self.paused_until.is_some_and(|until| Instant::now() < until)
+    }
+
+    /// Whether the thread that writes has to wait.
+    fn is_idle(&self) -> bool {
+        self.queue.is_empty() && self.touched.is_empty() && self.unwanted.is_empty() && !self.is_closed
     }
 
     /// Whether the entry is still wanted: it was not removed since it was queued.
@@ -669,6 +664,8 @@ struct Writer(Arc<Shared>);
 /// What the writer does next.
 enum Work {
     Write(Job),
+    /// Removes the file of an entry.
+    Remove(Address),
     /// Records a use of an entry in the time of its file.
     Stamp(Address),
 }
@@ -678,6 +675,10 @@ impl Writer {
         while let Some(work) = self.next_work() {
             let job = match work {
                 Work::Write(job) => job,
+                Work::Remove(address) => {
+                    self.remove_unwanted(&address);
+                    continue;
+                }
                 Work::Stamp(address) => {
                     self.0.folder.stamp(&address);
                     continue;
@@ -694,12 +695,13 @@ impl Writer {
         }
     }
 
-    /// Waits for work; `None` if the store is closed and all uses are recorded.
+    /// Waits for work; `None` if the store is closed and nothing is left.
     fn next_work(&self) -> Option<Work> {
-        let is_idle =
-            |state: &mut State| state.queue.is_empty() && state.touched.is_empty() && !state.is_closed;
-        let waited = self.0.work.wait_while(self.0.state(), is_idle);
+        let waited = self.0.work.wait_while(self.0.state(), |state| state.is_idle());
         let mut state = waited.expect("nothing panics under this lock");
+        if let Some(address) = state.unwanted.pop() {
+            return Some(Work::Remove(address));
+        }
         if let Some(job) = state.queue.pop_front() {
             state.is_writing = true;
             return Some(Work::Write(job));
@@ -707,6 +709,18 @@ impl Writer {
         let address = state.touched.pop_front()?;
         state.index.end_stamp(&address);
         Some(Work::Stamp(address))
+    }
+
+    /// Removes the file of an entry that the index has no longer.
+    fn remove_unwanted(&self, address: &Address) {
+        let _files = self.0.lock_files();
+        // The entry may have been written again since.
+        if self.0.state().index.entries.contains_key(address) {
+            return;
+        }
+        if let Err(error) = self.0.folder.remove(address) {
+            self.0.read_failed("remove a file of", &error);
+        }
     }
 
     fn finish(&self, job: &Job) {
@@ -1704,7 +1718,7 @@ mod tests {
         queue_three(&store);
         begins.recv().unwrap();
         let addresses: Vec<Address> = (0..2).map(|number| piece(number, 10).0).collect();
-        store.remove(addresses.clone());
+        store.remove(&addresses);
         let (first, payload) = piece(0, 10);
         assert!(store.write(first, payload.clone()), "while the removed entry is written");
         drop(closed);
@@ -1712,8 +1726,12 @@ mod tests {
         let has = |number| store.contains(&piece(number, 10).0);
         assert_eq!([has(0), has(1), has(2)], [true, false, true]);
         assert_eq!(store.read(&first, 10), Some(payload.clone()));
-        store.remove(addresses);
+        store.remove(&addresses);
         assert!(!has(0) && store.read(&first, 10).is_none());
+        let path = path_of(folder.path(), &first);
+        while path.exists() {
+            std::thread::yield_now();
+        }
         assert!(store.write(first, payload.clone()) && store.flush(LONG));
         assert_eq!(store.read(&first, 10), Some(payload));
     }
