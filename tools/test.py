@@ -116,10 +116,11 @@ def show(text):
 
 
 def run(command, seconds=PART_SECONDS, env=None, arrived=None):
-    """Runs a command, shows its output, and returns (exit status, output). Status None = the command was killed. `arrived`
-    is a list that receives (time, line) of each line."""
+    """Runs a command, shows its output, and returns (exit status, output). Status None = the command was killed. `env` has
+    further variables; those that are None are left out. `arrived` is a list that receives (time, line) of each line."""
+    variables = {name: value for name, value in {**os.environ, **(env or {})}.items() if value is not None}
     process = subprocess.Popen(
-        command, cwd=ROOT, env={**os.environ, **(env or {})}, text=True, errors="replace", start_new_session=True,
+        command, cwd=ROOT, env=variables, text=True, errors="replace", start_new_session=True,
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )
     killed = False
@@ -267,14 +268,9 @@ def said(name, output):
     return "".join(f"\n    {line}" for line in lines[:PANIC_LINES])
 
 
-@contextlib.contextmanager
-def native_vectors():
-    """Leaves the width of lavapipe's vectors to each device."""
-    width = {name: os.environ.pop(name) for name in NARROW_VECTORS if name in os.environ}
-    try:
-        yield
-    finally:
-        os.environ.update(width)
+def run_on_device(command, env):
+    """As `run`, but leaves the width of lavapipe's vectors to the device."""
+    return run(command, env={**dict.fromkeys(NARROW_VECTORS), **env})
 
 
 def make_devices():
@@ -285,8 +281,7 @@ def make_devices():
 def devices_cheap():
     """The cheap suites: kernels with guard pages after buffers, and matrix products of subgroups on Mesa 26."""
     make_devices()
-    with native_vectors():
-        return of_devices(on_devices.rows(run, on_devices.CHEAP))
+    return of_devices(on_devices.rows(run_on_device, on_devices.CHEAP))
 
 
 def devices_all():
@@ -296,8 +291,7 @@ def devices_all():
         return Result(failures=[f"all-devices: the devices could not be made ({ended(made)})"])
     run(BUILD)
     try:
-        with native_vectors():
-            return of_devices(on_devices.all_devices(run))
+        return of_devices(on_devices.all_devices(run_on_device))
     except DevicesError as error:
         return Result(failures=[f"all-devices: {error}"])
 
@@ -569,7 +563,7 @@ PARTS = {
 }
 # Parts that run at the same time, because they mostly wait or use one processor: the tests of a lane run one after the
 # other. `scaling` runs alone: it compares what two daemons do under load.
-LANES = [["clients"], ["page", "service", "npu", "tools"]]
+LANES = [["clients"], ["devices", "page", "service", "npu", "tools"]]
 # These parts take too long for every run, and the last one writes files.
 NAMED_ONLY = {
     "lm-eval": lm_eval, "openwebui": openwebui, "agents": agents, "all-devices": devices_all, "all-scaling": all_scaling,

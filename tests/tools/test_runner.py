@@ -9,6 +9,7 @@ from importlib import util
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "tools"))
 spec = util.spec_from_file_location("runner", ROOT / "tools/test.py")
 runner = util.module_from_spec(spec)
 sys.modules["runner"] = runner  # dataclasses look up their module
