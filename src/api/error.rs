@@ -17,6 +17,8 @@ use crate::text::visible;
 /// Seconds after which a refused client should ask again.
 const RETRY_LOADING_S: u32 = 5;
 const RETRY_QUEUE_S: u32 = 2;
+/// The header by which OpenAI's and Anthropic's SDKs learn whether to send a request again.
+pub(super) const SHOULD_RETRY: &str = "x-should-retry";
 const PROMPT_OF_A_CHAT: &str = "messages";
 /// Anthropic's status for a server that has too much to do.
 const OVERLOADED: u16 = 529;
@@ -333,6 +335,13 @@ impl ApiError {
         (status_code(status), OllamaError { error })
     }
 
+    /// Whether the request itself made the model or a device fail. OpenAI's and Anthropic's SDKs send a request again after
+    /// any other 500, and each time the device would be lost for all clients.
+    fn would_fail_again(&self) -> bool {
+        use EngineError::{Coprocessor, LostTwice, NotFinite};
+        matches!(self, Self::Engine(NotFinite | LostTwice(_) | Coprocessor(_)))
+    }
+
     fn wire<'a>(&'a self) -> Wire<'a> {
         let error = |status, code| Wire { status, code, param: None, retry_after_s: None };
         let field = |param: &'a str, code| Wire { param: Some(param), ..error(400, code) };
@@ -442,6 +451,9 @@ impl IntoResponse for ApiError {
         let mut response = (status_code(wire.status), Json(self.body())).into_response();
         if let Some(seconds) = wire.retry_after_s {
             response.headers_mut().insert(header::RETRY_AFTER, HeaderValue::from(seconds));
+        }
+        if self.would_fail_again() {
+            response.headers_mut().insert(SHOULD_RETRY, HeaderValue::from_static("false"));
         }
         if matches!(self, Self::BodyEncoded(_)) {
             // RFC 7694: what the client may send instead.

@@ -717,8 +717,9 @@ async fn an_internal_error_of_the_engine_is_503_and_not_a_lost_device() {
 async fn logits_that_are_not_finite_are_500_for_their_request_only() {
     let app = app_that_says("ok");
     app.control.not_finite_at(0);
-    let (status, body) = complete(&app, chat("Hi")).await;
+    let (status, headers, body) = send_json(&app.router, post(chat("Hi").to_string())).await;
     assert_eq!((status.as_u16(), &body["error"]["code"]), (500, &json!("logits_not_finite")));
+    assert_eq!(headers["x-should-retry"], "false", "SDKs send a request again after a 500");
     assert_eq!(answer(&app, chat("Hi")).await.0, "ok");
     assert_eq!(send_json(&app.router, get("/health")).await.0, 200);
 }

@@ -26,7 +26,7 @@ use ring::hmac;
 use ring::rand::SystemRandom;
 use tower_http::cors::{AllowHeaders, AllowOrigin, AllowPrivateNetwork, CorsLayer};
 
-use crate::api::error::ApiError;
+use crate::api::error::{ApiError, SHOULD_RETRY};
 use crate::api::http::keys::{Digest, Keys};
 use crate::api::ids::REQUEST_ID;
 use crate::api::page;
@@ -82,7 +82,11 @@ impl AccessPolicy {
             .allow_methods([Method::GET, Method::POST, Method::DELETE])
             // The headers that clients send change with their versions, and the official clients have a dozen.
             .allow_headers(AllowHeaders::mirror_request())
-            .expose_headers([HeaderName::from_static(REQUEST_ID), header::RETRY_AFTER])
+            .expose_headers([
+                HeaderName::from_static(REQUEST_ID),
+                header::RETRY_AFTER,
+                HeaderName::from_static(SHOULD_RETRY),
+            ])
             .allow_private_network(AllowPrivateNetwork::predicate(move |origin, _| policy.lets_in(origin)))
             .max_age(PREFLIGHT_AGE);
         Some(layer)
