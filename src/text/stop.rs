@@ -7,8 +7,9 @@
 
 use super::error::TextError;
 
-/// Most stop strings of one answer. Each needs a few KiB of memory and some time for each byte of the answer.
-pub const MAX_STOPS: usize = 16;
+/// Most stop strings of one answer. Each needs a few KiB of memory and some time for each byte of the answer. Templates of
+/// Ollama have up to a dozen.
+pub const MAX_STOPS: usize = 32;
 /// Longest stop string, in bytes.
 pub const MAX_STOP_BYTES: usize = 1024;
 

@@ -88,6 +88,10 @@ async fn options_limit_and_end_an_answer() {
     let stopped =
         whole(&app, "/api/chat", of(json!({"stop": ["three"], "num_gpu": 99, "mirostat": 1}))).await;
     assert_eq!(stopped["message"]["content"], "one two ", "{stopped}");
+    let mut stops: Vec<String> = (0..31).map(|i| format!("no such text {i}")).collect();
+    stops.push("four".into());
+    let stopped = whole(&app, "/api/chat", of(json!({"stop": stops}))).await;
+    assert_eq!(stopped["message"]["content"], "one two three ", "as many as the document allows: {stopped}");
     // The context ends in the middle of the answer.
     let prompt_n = cut["prompt_eval_count"].as_u64().expect("a number");
     let bounded = whole(&app, "/api/chat", of(json!({"num_ctx": prompt_n + 3}))).await;

@@ -21,10 +21,7 @@ use crate::api::wire::{self, JsonObject};
 use crate::engine::KeepAlive;
 use crate::model::SamplingOptions;
 use crate::session::{GenerateRequest, ResponseGrammar};
-use crate::text::GrammarSource;
-
-/// The maximum number of stop strings. Ollama has no limit, and its templates have up to a dozen.
-const MAX_STOPS: usize = 32;
+use crate::text::{GrammarSource, MAX_STOPS};
 
 type FormatParam = TextOr<JsonObject, FormatWord>;
 type Stops = List<StopText, 0, MAX_STOPS>;
