@@ -10,6 +10,7 @@ use serde::de::IgnoredAny;
 use serde_json::json;
 
 use super::images::Image;
+use super::tools::MAX_TOOLS;
 use crate::text::{CalledFunction, Content, Message, ToolCall};
 
 /// A tool call of an earlier answer.
@@ -26,24 +27,33 @@ pub struct Conversation {
     messages: Vec<Message>,
     /// The images of the messages, which refer to them by their index.
     images: Vec<Image>,
-    /// The calls of each id. If a later turn uses an id again, its calls replace the earlier ones.
-    by_id: HashMap<String, Calls>,
-    /// The number of calls until now, and of those before the last turn that called.
-    calls: usize,
+    /// All calls until now.
+    calls: Vec<EarlierCall>,
+    /// The number of calls before the last turn that called, and before the first call of that turn without a result.
     calls_before: usize,
+    answered: usize,
+    /// The calls of each id. If a later turn uses an id again, its calls replace the earlier ones.
+    by_id: HashMap<String, SameId>,
     /// What the assistant thought before its next message.
     thought: Option<String>,
     /// Results that are not yet messages: the index of the call among all calls, the tool and the content.
     results: Vec<(usize, String, Content)>,
 }
 
-/// Calls of one turn that have the same id.
+/// A call, and whether its result has arrived.
 #[derive(Debug)]
-struct Calls {
-    /// The index of each call among all calls, and its tool; at least one.
-    list: Vec<(usize, String)>,
-    /// The number of results that have arrived.
-    results: usize,
+struct EarlierCall {
+    tool: String,
+    has_result: bool,
+}
+
+/// Calls of one turn that have the same id.
+#[derive(Debug, Default)]
+struct SameId {
+    /// The index of each call among all calls; at least one.
+    list: Vec<usize>,
+    /// The calls before this one in the list have results.
+    answered: usize,
 }
 
 impl Conversation {
@@ -77,16 +87,16 @@ impl Conversation {
         }
         let message = self.messages.last_mut().expect("a message of the assistant");
         if message.tool_calls.is_empty() {
-            self.calls_before = self.calls;
+            (self.calls_before, self.answered) = (self.calls.len(), self.calls.len());
         }
-        let begin = self.calls_before;
-        let same = self.by_id.entry(id.to_owned()).or_insert(Calls { list: Vec::new(), results: 0 });
-        if same.list.iter().any(|(place, _)| *place < begin) {
-            *same = Calls { list: Vec::new(), results: 0 };
+        let place = self.calls.len();
+        let same = self.by_id.entry(id.to_owned()).or_default();
+        if same.list.first().is_some_and(|first| *first < self.calls_before) {
+            *same = SameId::default();
         }
-        same.list.push((self.calls, call.name.clone()));
-        message.tool_calls.push(ToolCall::new(id_of(self.calls), call.name, &call.arguments));
-        self.calls += 1;
+        same.list.push(place);
+        message.tool_calls.push(ToolCall::new(id_of(place), call.name.clone(), &call.arguments));
+        self.calls.push(EarlierCall { tool: call.name, has_result: false });
     }
 
     /// Adds the result of the call with the id `id`. Returns false if no earlier call has that id. If several calls of
@@ -94,22 +104,35 @@ impl Conversation {
     /// these calls.
     #[must_use]
     pub fn result(&mut self, id: &str, content: impl Into<Content>) -> bool {
-        let Some(Calls { list, results }) = self.by_id.get_mut(id) else { return false };
-        let (place, name) = list[(*results).min(list.len() - 1)].clone();
-        *results += 1;
-        self.results.push((place, name, content.into()));
+        let Some(SameId { list, answered }) = self.by_id.get_mut(id) else { return false };
+        let open = list[*answered..].iter().take_while(|place| self.calls[**place].has_result).count();
+        *answered = (*answered + open).min(list.len() - 1);
+        let place = list[*answered];
+        self.add_result(place, content.into());
         true
     }
 
-    /// Adds the result of the first call of the last turn that has none. Returns false if all calls have one.
+    /// Adds the result of a call that has none, in the last turn that called: of the first one of the tool `tool`, or else
+    /// of the first one of any tool. Returns false if all calls have one.
     #[must_use]
-    pub fn next_result(&mut self, content: impl Into<Content>) -> bool {
-        let first = |(id, calls): (&String, &Calls)| {
-            let (place, _) = calls.list.get(calls.results)?;
-            (*place >= self.calls_before).then(|| (*place, id.clone()))
-        };
-        let next = self.by_id.iter().filter_map(first).min();
-        next.is_some_and(|(_, id)| self.result(&id, content))
+    pub fn next_result(&mut self, tool: Option<&str>, content: impl Into<Content>) -> bool {
+        let answered = self.calls[self.answered..].iter().take_while(|call| call.has_result).count();
+        self.answered += answered;
+        // No answer has more calls, so this also bounds the work for a result.
+        let mut open = self.calls[self.answered..].iter().take(MAX_TOOLS);
+        let of_tool = |tool: &str| open.position(|call| !call.has_result && call.tool == tool);
+        let place = self.answered + tool.and_then(of_tool).unwrap_or(0);
+        if place == self.calls.len() {
+            return false;
+        }
+        self.add_result(place, content.into());
+        true
+    }
+
+    fn add_result(&mut self, place: usize, content: Content) {
+        let call = &mut self.calls[place];
+        call.has_result = true;
+        self.results.push((place, call.tool.clone(), content));
     }
 
     /// Whether the conversation ends with calls without results.

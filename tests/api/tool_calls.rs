@@ -550,6 +550,30 @@ async fn results_without_ids_are_paired_with_the_calls_in_order() {
     }
 }
 
+/// Ollama's clients name the tool of a result. They leave out the result of a call that failed, or that they do not know.
+#[tokio::test]
+async fn results_without_ids_belong_to_the_calls_of_the_tool_that_they_name() {
+    let turn = |names: &[&str]| {
+        let called = |name: &&str| json!({"function": {"name": name, "arguments": {}}});
+        json!({"role": "assistant", "tool_calls": names.iter().map(called).collect::<Vec<_>>()})
+    };
+    let result = |tool: &str, text: &str| json!({"role": "tool", "content": text, "tool_name": tool});
+    let chat = json!({"model": MODEL, "stream": false, "messages": [
+        {"role": "user", "content": "Hi"},
+        turn(&["now", "roll"]), result("roll", "7"),
+        turn(&["now", "roll", "now", "get_weather"]),
+        // No call has the name "clock", so its result is that of the first call without one.
+        result("roll", "8"), result("now", "10:00"), result("clock", "11:00"), result("get_weather", "warm"),
+    ]});
+    let told = prompt_at("/api/chat", chat).await;
+    for results in [
+        "user\nResult of roll: 7<",
+        "user\nResult of now: 10:00\nResult of roll: 8\nResult of now: 11:00\nResult of get_weather: warm<",
+    ] {
+        assert!(told.contains(results), "{results:?} is not in {told:?}");
+    }
+}
+
 #[tokio::test]
 async fn the_prompt_describes_tools_calls_and_results() {
     let call = |id: &str, name: &str, arguments: &str| json!({"id": id, "type": "function", "function": {"name": name, "arguments": arguments}});

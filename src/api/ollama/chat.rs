@@ -62,8 +62,10 @@ struct OllamaMessage {
     #[schema(inline)]
     tool_calls: Option<OllamaMadeCalls>,
     /// For a tool's message: the id of the call that it answers. Without an id, the message answers the first call of the
-    /// last turn that has no result.
+    /// last turn that has no result, and with `tool_name` the first one of that tool.
     tool_call_id: Option<String>,
+    /// For a tool's message without an id: the tool whose result it is.
+    tool_name: Option<String>,
 }
 
 /// A call that an earlier answer made.
@@ -215,7 +217,7 @@ fn messages(items: Vec<OllamaMessage>) -> Result<(Vec<Message>, Vec<Image>), Api
             "tool" => {
                 let is_known = match item.tool_call_id.filter(|id| !id.is_empty()) {
                     Some(id) => conversation.result(&id, content),
-                    None => conversation.next_result(content),
+                    None => conversation.next_result(item.tool_name.as_deref(), content),
                 };
                 if !is_known {
                     // Home Assistant cuts old messages off, and may leave the result of a call that it cut off.

@@ -178,7 +178,7 @@ pub(in crate::api) fn messages(items: ChatMessages) -> Result<(Vec<Message>, Vec
             ChatRole::Tool => {
                 match item.tool_call_id {
                     Some(id) => add_result(&mut conversation, &field(&at, "tool_call_id"), &id, content)?,
-                    None if conversation.next_result(content) => {}
+                    None if conversation.next_result(None, content) => {}
                     None => {
                         let problem = "every call before it has a result: tool_call_id must name a call";
                         return Err(ApiError::invalid(field(&at, "tool_call_id"), problem));
