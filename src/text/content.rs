@@ -81,8 +81,9 @@ impl Content {
 
     /// Adds the parts of another content as a paragraph: two texts that meet are separated by an empty line.
     pub fn push_paragraph(&mut self, other: &Content) {
-        let ends_with_text = matches!(self.parts().last(), Some(Part::Text(_)));
-        if ends_with_text && matches!(other.parts().first(), Some(Part::Text(_))) {
+        let ends_with_text = self.images.last().map_or(0, |(at, _)| *at) < self.text.len();
+        let begins_with_text = other.images.first().map_or(other.text.len(), |(at, _)| *at) > 0;
+        if ends_with_text && begins_with_text {
             self.text.push_str(PARAGRAPH);
         }
         self.push(other);
