@@ -151,9 +151,10 @@ impl GrammarSource {
                 return refuse(format!("{} choices, at most {MAX_CHOICES} are accepted", choices.len()));
             }
             Self::Choice(choices) => {
-                // Lark writes strings as JSON does.
+                // Lark writes strings as JSON does. All choices are one terminal: as alternatives of a rule, each would be an
+                // item of the parser, which has room for fewer (`MAX_ITEMS`).
                 let choices: Vec<String> = choices.iter().map(|choice| json!(choice).to_string()).collect();
-                TopLevelGrammar::from_lark(format!("start: {}", choices.join(" | ")))
+                TopLevelGrammar::from_lark(format!("start: CHOICE\nCHOICE: {}", choices.join(" | ")))
             }
         };
         Ok(Prepared::Grammar(grammar))

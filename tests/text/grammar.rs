@@ -190,6 +190,8 @@ fn regex_lark_and_choice_grammars_are_enforced_or_refused() {
     let choice =
         |texts: &[&str]| GrammarSource::Choice(texts.iter().map(|text| (*text).to_owned()).collect());
     let quoted = ["yes", "no \"maybe\"\n\\", "1 | 2 /x/"];
+    let numbered = GrammarSource::Choice((0..MAX_CHOICES).map(|i| format!("no {i}")).collect());
+    let last = format!("no {}", MAX_CHOICES - 1);
     for (source, good, bad) in [
         (regex("[a-c]+-[0-9]{2}"), "abc-12", "abc-1"),
         (regex("a/b\\.c|½"), "½", "a/bxc"),
@@ -198,6 +200,11 @@ fn regex_lark_and_choice_grammars_are_enforced_or_refused() {
         (lark("start: \"is \" json\njson: %json {\"type\": \"integer\"}"), "is 12", "is x"),
         (choice(&quoted), quoted[1], "no"),
         (choice(&quoted), quoted[2], "yes1 | 2 /x/"),
+        (choice(&["a", "ab"]), "a", "abc"),
+        (choice(&["a", "ab"]), "ab", "b"),
+        (choice(&["", "a"]), "", "aa"),
+        (numbered.clone(), "no 40", "no 4096"),
+        (numbered, last.as_str(), "no "),
     ] {
         assert_language(&grammars, &source, &[good], &[bad]);
     }
