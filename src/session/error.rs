@@ -19,7 +19,7 @@ pub enum SessionError {
     /// A text of the prompt cannot be tokenized.
     #[error("{0}")]
     Text(String),
-    /// The system has too little memory or too few threads for the request.
+    /// The system has too little memory or too few threads for the request, or other requests take too long.
     #[error("{0}")]
     Shortage(String),
     /// While the answer was generated, no token was left that its grammar allows.
@@ -37,8 +37,21 @@ impl SessionError {
 
     pub(super) fn text(error: TextError) -> Self {
         match error {
-            error @ TextError::NoThread { .. } => Self::Shortage(error.to_string()),
+            error @ (TextError::NoThread { .. } | TextError::OthersCompile) => {
+                Self::Shortage(error.to_string())
+            }
             error => Self::Text(error.to_string()),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_other_requests_cause_is_no_fault_of_the_request() {
+        assert!(matches!(SessionError::text(TextError::OthersCompile), SessionError::Shortage(_)));
+        assert!(matches!(SessionError::text(TextError::NoMessages), SessionError::Text(_)));
     }
 }

@@ -252,7 +252,7 @@ impl DecoderTurn {
         let waited = DONE.wait_timeout_while(count, MAX_WAIT, is_full);
         let (mut count, waited) = waited.expect("nothing panics under this lock");
         if waited.timed_out() {
-            let problem = "the server decodes the images of other requests: try again later".to_owned();
+            let problem = "the images of other requests take too long to decode".to_owned();
             return Err(SessionError::Shortage(problem));
         }
         *count += 1;

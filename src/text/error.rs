@@ -92,6 +92,10 @@ pub enum TextError {
     )]
     NoThread { doing: &'static str, error: String },
 
+    /// The grammars of other requests are compiled, and do not end in time.
+    #[error("the grammars of other requests take too long to compile")]
+    OthersCompile,
+
     /// The stop strings cannot be used.
     #[error("stop: {0}")]
     Stop(String),

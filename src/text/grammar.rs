@@ -463,7 +463,7 @@ impl CompilePermit {
             .wait_timeout_while(threads, COMPILE_TIMEOUT, |threads| *threads >= MAX_COMPILING)
             .expect("nothing panics under this lock");
         if waited.timed_out() {
-            return Err(TextError::Grammar("other grammars take too long to compile; try again".into()));
+            return Err(TextError::OthersCompile);
         }
         *threads += 1;
         Ok(Self(Arc::clone(compiling)))
