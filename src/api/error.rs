@@ -65,6 +65,11 @@ pub enum ApiError {
     SynchronousResponse,
     #[error("the body is larger than {limit} bytes")]
     BodyTooLarge { limit: usize },
+    #[error(
+        "the body has too many JSON values: a value counts as one, an object and each of its members as four more, and at most \
+         {limit} are read; send them in several requests"
+    )]
+    TooManyParts { limit: usize },
     #[error("the body did not arrive: {0}")]
     BodyTimeout(BodyGap),
     #[error("the body ended early")]
@@ -359,7 +364,7 @@ impl ApiError {
             Self::UnknownResponse(_) => Wire { status: 404, ..field("response_id", "not_found") },
             Self::UnknownPreviousResponse(_) => field("previous_response_id", "previous_response_not_found"),
             Self::SynchronousResponse => field("response_id", "unsupported_value"),
-            Self::BodyTooLarge { .. } => error(413, "body_too_large"),
+            Self::BodyTooLarge { .. } | Self::TooManyParts { .. } => error(413, "body_too_large"),
             Self::BodyTimeout(_) => error(408, "body_timeout"),
             Self::BodyBroken => error(400, "body_incomplete"),
             Self::BodyEncoded(_) => error(415, "body_encoded"),

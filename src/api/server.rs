@@ -19,7 +19,7 @@ use crate::config::SharePrefixes;
 use crate::kv_disk::KvStore;
 use crate::library::Library;
 
-/// The maximum number of requests between their headers and the engine's queue. With the largest bodies they take half a
+/// The maximum number of requests between their headers and the engine's queue. With the largest bodies they take two
 /// GiB by default.
 const MAX_ARRIVING: usize = 64;
 /// The maximum number of such requests of one client, so that at least three other clients get as many.

@@ -24,11 +24,36 @@ use utoipa::openapi::schema::{ObjectBuilder, Schema, Type};
 
 use crate::api::error::ApiError;
 
+/// The most parts of a body's JSON, as [`parts`] counts them.
+const MAX_PARTS: usize = 1 << 21;
+
+/// An estimate of the memory that a body's values take, in units of some 64 bytes: a value is one part, and an object and
+/// each of its members are four more. Without a bound, a body of many small values would take fifty times its own size.
+fn parts(body: &[u8]) -> usize {
+    let (mut parts, mut in_text, mut is_escaped) = (0, false, false);
+    for byte in body {
+        match byte {
+            _ if is_escaped => is_escaped = false,
+            b'\\' => is_escaped = in_text,
+            b'"' => in_text = !in_text,
+            _ if in_text => {}
+            b',' | b'[' => parts += 1,
+            b'{' | b':' => parts += 4,
+            _ => {}
+        }
+    }
+    parts
+}
+
 /// Parses a body, which must be a JSON object. A byte order mark before it is ignored, as RFC 8259 allows: some clients
 /// on Windows send it.
 pub(in crate::api) fn object(body: &[u8]) -> Result<Value, ApiError> {
     const BYTE_ORDER_MARK: &[u8] = "\u{feff}".as_bytes();
     let body = body.strip_prefix(BYTE_ORDER_MARK).unwrap_or(body);
+    // No byte is more than four parts.
+    if body.len() > MAX_PARTS / 4 && parts(body) > MAX_PARTS {
+        return Err(ApiError::TooManyParts { limit: MAX_PARTS });
+    }
     match serde_json::from_slice(body).map_err(|e| not_json(&e))? {
         fields @ Value::Object(_) => Ok(fields),
         other => Err(ApiError::NotAnObject(kind(&other))),
@@ -225,6 +250,18 @@ mod tests {
     use super::bounded::{MaxTokens, Probability};
     use super::union::TextOr;
     use super::*;
+
+    #[test]
+    fn the_parts_of_a_body_are_bounded_and_texts_are_none() {
+        let list = |n: usize| format!("{{\"a\": [{}0]}}", "0,".repeat(n));
+        // The object, its member and the list.
+        let most = MAX_PARTS - 9;
+        assert!(object(list(most).as_bytes()).is_ok());
+        assert_eq!(object(list(most + 1).as_bytes()), Err(ApiError::TooManyParts { limit: MAX_PARTS }));
+        let text = format!("{{\"a\": \"{}\"}}", "\\\"[{,:".repeat(MAX_PARTS));
+        assert!(object(text.as_bytes()).is_ok());
+        assert_eq!(parts(br#"{"a\",": [{}, "b", {"c": 1}]}"#), 4 + 4 + 1 + 4 + 1 + 1 + 4 + 4);
+    }
 
     #[derive(Debug, Deserialize)]
     struct Outer {
