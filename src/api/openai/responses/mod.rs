@@ -18,7 +18,6 @@ use axum::extract::{Path, Query, State};
 use axum::http::{HeaderValue, header};
 use axum::response::{IntoResponse, Response};
 use futures::{Stream, StreamExt, stream};
-use serde_json::Value;
 use utoipa::IntoParams;
 
 use crate::api::error::{ApiError, ErrorBody};
@@ -465,8 +464,8 @@ impl ResponseFormat {
         }
         object.usage = Some(ResponsesUsage::new(timings));
         if self.form.store {
-            let input = Value::Array(std::mem::take(&mut self.form.items)).to_string().into();
-            let stored = Stored { owner: self.form.owner, body: json_text(&object).into(), input };
+            let (owner, input) = (self.form.owner, std::mem::take(&mut self.form.input));
+            let stored = Stored { owner, body: json_text(&object).into(), input };
             if !self.form.server.responses.insert(object.id.clone(), stored) {
                 tracing::debug!("a response was not stored: it exceeds its owner's share of the store");
                 object.request.store = false;
@@ -495,8 +494,6 @@ impl Format for ResponseFormat {
     ) -> Result<(Prompts, Self), ApiError> {
         let prepared = service.prepare(request)?;
         form.repeated.use_sampling(&prepared.0.sampling);
-        form.store &= form.server.responses.is_open();
-        form.repeated.store = form.store;
         Ok((vec![prepared], Self { form, items: Vec::new(), logprobs: Vec::new() }))
     }
 

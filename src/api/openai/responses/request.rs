@@ -5,6 +5,7 @@
 
 use std::sync::Arc;
 
+use axum::body::Bytes;
 use serde::Deserialize;
 use serde_json::{Value, json};
 use utoipa::ToSchema;
@@ -119,8 +120,9 @@ pub(in crate::api) struct Form {
     pub server: Arc<Server>,
     pub owner: ClientId,
     pub store: bool,
-    /// The items of the conversation before the answer.
-    pub items: Vec<Value>,
+    /// The items of the conversation before the answer as a JSON list, if the response is stored. As text, because the
+    /// memory of the values may be many times as large, and the request may wait for a long time.
+    pub input: Bytes,
     pub repeated: RepeatedRequest,
 }
 
@@ -149,7 +151,9 @@ pub(in crate::api) fn parse(
     let top_logprobs = fields.top_logprobs.map_or(0, |top| top.0);
     let included = fields.include.iter().flatten().any(|name| name == INCLUDE_LOGPROBS);
     let logprobs = included || top_logprobs > 0;
-    let (stream, store) = (fields.stream.unwrap_or(false), fields.store.unwrap_or(true));
+    let stream = fields.stream.unwrap_or(false);
+    let store = fields.store.unwrap_or(true) && server.responses.is_open();
+    let input = if store { Value::Array(items).to_string().into() } else { Bytes::new() };
     let system = fields.instructions.as_ref().map(|text| Message::new("system", text));
     let (messages, images) = conversation.finish();
     let messages = system.into_iter().chain(messages).collect();
@@ -194,7 +198,7 @@ pub(in crate::api) fn parse(
         ..GenerateRequest::default()
     };
     let (model, cache_salt) = (wire::named(fields.model), fields.cache_salt.map(|salt| salt.0));
-    let form = Form { server: Arc::clone(server), owner, store, items, repeated };
+    let form = Form { server: Arc::clone(server), owner, store, input, repeated };
     Ok(Parsed { model, request, stream, cache_salt, form })
 }
 
