@@ -46,6 +46,16 @@ impl Texts {
     }
 }
 
+/// Refuses a number of dimensions that is not the model's.
+pub(in crate::api) fn check_dimensions(service: &Service, asked: Option<i64>) -> Result<(), ApiError> {
+    let hidden_size = service.engine().limits().hidden_size;
+    if asked.is_none_or(|n| n == hidden_size as i64) {
+        return Ok(());
+    }
+    let problem = format!("this model's embeddings have {hidden_size}, and cannot be shortened");
+    Err(ApiError::unsupported("dimensions", problem))
+}
+
 /// Embeds texts in their order. `arriving` is the request's permit.
 pub(in crate::api) async fn embed_texts(
     server: &Server,

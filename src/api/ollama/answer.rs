@@ -198,9 +198,7 @@ impl<R: Route> AnswerFormat<R> {
 
 /// Log probabilities of a delta's tokens. `None` = the request has none, or the delta has no token.
 fn logprobs(delta: &Delta, service: &Service) -> Option<Vec<TokenLogprob>> {
-    let token = |(id, logprobs): &(u32, _)| TokenLogprob::new(service, *id, logprobs);
-    let all: Vec<_> = delta.logprobs.iter().map(token).collect();
-    (!all.is_empty()).then_some(all)
+    Some(TokenLogprob::of(delta, service)).filter(|all| !all.is_empty())
 }
 
 fn some(text: String) -> Option<String> {

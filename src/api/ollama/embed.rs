@@ -8,7 +8,7 @@ use utoipa::ToSchema;
 
 use super::answer::nanoseconds;
 use super::fields::KeepAliveParam;
-use crate::api::embedding::{Texts, embed_texts};
+use crate::api::embedding::{Texts, check_dimensions, embed_texts};
 use crate::api::error::ApiError;
 use crate::api::exchange;
 use crate::api::openapi::{OllamaErrors, post_route};
@@ -96,11 +96,7 @@ post_route! {
             };
             let model = wire::named(model);
             let service = server.service_for(model.as_deref())?;
-            let hidden_size = service.engine().limits().hidden_size as i64;
-            if dimensions.is_some_and(|n| n.0 != 0 && n.0 != hidden_size) {
-                let problem = format!("this model's embeddings have {hidden_size}, and cannot be shortened");
-                return Err(ApiError::unsupported("dimensions", problem));
-            }
+            check_dimensions(&service, dimensions.map(|n| n.0).filter(|n| *n != 0))?;
             let texts = texts(&service, "input", &inputs, truncate.unwrap_or(true), keep_alive)?;
             Ok((texts, service, server.tagged_name(model.as_deref())))
         });

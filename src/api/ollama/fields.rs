@@ -11,6 +11,7 @@ use utoipa::openapi::schema::{AnyOfBuilder, ObjectBuilder, Schema, Type};
 use utoipa::{PartialSchema, ToSchema};
 
 use crate::api::error::ApiError;
+use crate::api::openai::logprobs;
 use crate::api::openai::other_fields::{self, OtherFields};
 use crate::api::wire::bounded::{
     ImageTokens, List, MaxTokensOrNone, Penalty, Probability, RepetitionPenalty, Seed, StopText, Temperature,
@@ -202,10 +203,7 @@ impl OllamaAnswerFields {
     pub fn read(self) -> Result<(AnswerForm, GenerateRequest), ApiError> {
         let options = Value::from(self.options.unwrap_or_default());
         let options = OllamaOptions::read_at("options", &options)?.known;
-        let (wanted, top) = (self.logprobs.unwrap_or(false), self.top_logprobs.map_or(0, |top| top.0));
-        if top > 0 && !wanted {
-            return Err(ApiError::invalid("top_logprobs", "expected logprobs to be true as well"));
-        }
+        let logprobs = logprobs::asked(self.logprobs, self.top_logprobs)?;
         let source = match self.format {
             None | Some(TextOr::Text(FormatWord::Text)) => None,
             Some(TextOr::Text(FormatWord::Json)) => Some(GrammarSource::json_object()),
@@ -227,7 +225,7 @@ impl OllamaAnswerFields {
             seed: options.seed.and_then(Seed::get),
             stop: options.stop.unwrap_or_default().0.into_iter().map(|stop| stop.0).collect(),
             image_tokens: options.image_tokens.map(|tokens| tokens.asked("options.image_tokens")),
-            logprobs: wanted.then_some(top as usize),
+            logprobs,
             grammar: source.map(|source| ResponseGrammar { source, param: "format".into() }),
             ..GenerateRequest::default()
         };

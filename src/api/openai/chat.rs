@@ -14,7 +14,7 @@ use crate::api::exchange::{
 use crate::api::ids::new_id;
 use crate::api::openai::conversation::{ChatMessages, ImageFields, TemplateFields, messages};
 use crate::api::openai::grammar::GrammarFields;
-use crate::api::openai::logprobs::TokenLogprob;
+use crate::api::openai::logprobs::{self, TokenLogprob};
 use crate::api::openai::options::{AnswerOptions, Form};
 use crate::api::openai::other_fields::{self, OtherFields};
 use crate::api::openai::tools::ChatToolFields;
@@ -95,7 +95,7 @@ pub(in crate::api) fn parse(body: &[u8]) -> Result<Parsed<Form>, ApiError> {
     let limit = chat.max_completion_tokens.or(chat.max_tokens).or(options.n_predict());
     let max_tokens = limit.and_then(TokenLimit::get);
     let (ending, template_kwargs) = (template.ending(&messages)?, template.kwargs()?);
-    let logprobs = logprobs(chat.logprobs, chat.top_logprobs)?;
+    let logprobs = logprobs::asked(chat.logprobs, chat.top_logprobs)?;
     let parsed = options.parsed(wire::named(chat.model), max_tokens, grammar)?;
     let thinking = thinking.thinking();
     let request = GenerateRequest {
@@ -110,14 +110,6 @@ pub(in crate::api) fn parse(body: &[u8]) -> Result<Parsed<Form>, ApiError> {
         ..parsed.request
     };
     Ok(Parsed { request, ..parsed })
-}
-
-fn logprobs(requested: Option<bool>, top: Option<TopLogprobs>) -> Result<Option<usize>, ApiError> {
-    let (requested, top) = (requested.unwrap_or(false), top.map_or(0, |top| top.0));
-    if top > 0 && !requested {
-        return Err(ApiError::invalid("top_logprobs", "expected logprobs to be true as well"));
-    }
-    Ok(requested.then_some(top as usize))
 }
 
 replies! {
@@ -179,8 +171,7 @@ replies! {
 impl ChatLogprobs {
     /// `None` = the request has no log probabilities.
     fn new(delta: &Delta, service: &Service) -> Option<Self> {
-        let token = |(id, logprobs): &(u32, _)| TokenLogprob::new(service, *id, logprobs);
-        let content: Vec<_> = delta.logprobs.iter().map(token).collect();
+        let content = TokenLogprob::of(delta, service);
         (!content.is_empty()).then_some(Self { content, refusal: None })
     }
 }

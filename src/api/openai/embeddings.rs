@@ -11,7 +11,7 @@ use base64::prelude::BASE64_STANDARD;
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-use crate::api::embedding::{Texts, embed_texts};
+use crate::api::embedding::{Texts, check_dimensions, embed_texts};
 use crate::api::error::ApiError;
 use crate::api::exchange;
 use crate::api::openai::prompts::{Prompt, Prompts};
@@ -117,11 +117,7 @@ post_route! {
             }
             let model = wire::named(model);
             let service = server.service_for(model.as_deref())?;
-            let hidden_size = service.engine().limits().hidden_size;
-            if dimensions.is_some_and(|n| n.0 != hidden_size as i64) {
-                let problem = format!("this model's embeddings have {hidden_size}, and cannot be shortened");
-                return Err(ApiError::unsupported("dimensions", problem));
-            }
+            check_dimensions(&service, dimensions.map(|n| n.0))?;
             // One token of the context is the answer's.
             let whole_context = service.engine().limits().max_context - 1;
             let keep = truncate_prompt_tokens.map(|limit| limit.get().unwrap_or(whole_context));

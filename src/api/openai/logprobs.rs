@@ -1,10 +1,12 @@
-//! OpenAI's object for the log probability of a token.
+//! OpenAI's object for the log probability of a token, which Ollama's answers have too.
 
 use serde::Serialize;
 use utoipa::ToSchema;
 
+use crate::api::error::ApiError;
+use crate::api::wire::bounded::TopLogprobs;
 use crate::model::Logprobs;
-use crate::session::Service;
+use crate::session::{Delta, Service};
 
 /// The log probability of one token of an answer.
 #[derive(Debug, Clone, Serialize, ToSchema)]
@@ -26,8 +28,26 @@ struct TopLogprob {
     bytes: Option<Vec<u8>>,
 }
 
+/// The number of alternatives to each token that the fields `logprobs` and `top_logprobs` ask for. `None` = no log
+/// probabilities.
+pub(in crate::api) fn asked(
+    logprobs: Option<bool>,
+    top: Option<TopLogprobs>,
+) -> Result<Option<usize>, ApiError> {
+    let (is_asked, top) = (logprobs.unwrap_or(false), top.map_or(0, |top| top.0));
+    if top > 0 && !is_asked {
+        return Err(ApiError::invalid("top_logprobs", "expected logprobs to be true as well"));
+    }
+    Ok(is_asked.then_some(top as usize))
+}
+
 impl TokenLogprob {
-    pub fn new(service: &Service, id: u32, logprobs: &Logprobs) -> Self {
+    /// Those of the tokens that a delta adds; none if the request asks for none.
+    pub fn of(delta: &Delta, service: &Service) -> Vec<Self> {
+        delta.logprobs.iter().map(|(id, logprobs)| Self::new(service, *id, logprobs)).collect()
+    }
+
+    fn new(service: &Service, id: u32, logprobs: &Logprobs) -> Self {
         let token = |id: u32, logprob: f32| {
             let bytes = service.tokenizer().token_bytes(id);
             let token = bytes.as_deref().map(String::from_utf8_lossy).unwrap_or_default().into_owned();

@@ -423,8 +423,7 @@ impl ResponseFormat {
 
     /// Adds what a delta brings. An answer that ends without text and calls has an empty message.
     fn take(&mut self, reply: &Reply, delta: &mut Delta) -> Vec<ResponseEvent> {
-        let token = |(id, logprobs): &(u32, _)| TokenLogprob::new(&reply.service, *id, logprobs);
-        self.logprobs.extend(delta.logprobs.iter().map(token));
+        self.logprobs.extend(TokenLogprob::of(delta, &reply.service));
         let mut events = Vec::new();
         if !delta.thought.is_empty() {
             events.extend(self.think(reply, std::mem::take(&mut delta.thought)));
