@@ -353,6 +353,10 @@ async fn embeddings_are_those_of_the_other_route() {
     assert_eq!(one["prompt_eval_count"], openai["usage"]["prompt_tokens"]);
     let older = whole(&app, "/api/embeddings", json!({"model": NAME, "prompt": "Some text"})).await;
     assert_eq!(older["embedding"], one["embeddings"][0]);
+    for none in [json!(""), json!(null)] {
+        let none = whole(&app, "/api/embeddings", json!({"model": NAME, "prompt": none})).await;
+        assert_eq!(none["embedding"], json!([]));
+    }
     let two =
         whole(&app, "/api/embed", json!({"model": NAME, "input": ["Some text", "a ".repeat(900)]})).await;
     assert_eq!(two["embeddings"].as_array().expect("a list").len(), 2, "the long text is cut");

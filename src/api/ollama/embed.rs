@@ -53,8 +53,8 @@ pub(in crate::api) struct OllamaEmbedRequest {
 pub(in crate::api) struct OllamaEmbeddingsRequest {
     /// A name that `/api/tags` lists; if absent or empty, the served model.
     model: Option<String>,
-    /// The text to embed. It is cut if it is longer than the context.
-    prompt: String,
+    /// The text to embed. It is cut if it is longer than the context. Without one, the embedding is empty.
+    prompt: Option<String>,
     #[schema(inline)]
     keep_alive: Option<KeepAliveParam>,
     /// Ignored: options are for answers.
@@ -76,6 +76,7 @@ replies! {
     }
 
     pub(in crate::api) struct OllamaEmbedding {
+        /// Empty if the request has no text.
         embedding: Vec<f32>,
     }
 }
@@ -122,12 +123,13 @@ post_route! {
         let prepared = exchange::process_body(&server, &caller.client, body, |server, body| {
             let OllamaEmbeddingsRequest { model, prompt, keep_alive, .. } = wire::body(body)?;
             let service = server.service_for(wire::named(model).as_deref())?;
-            Ok((texts(&service, "prompt", &[prompt], true, keep_alive)?, service))
+            let prompt = prompt.filter(|prompt| !prompt.is_empty());
+            Ok((texts(&service, "prompt", prompt.as_slice(), true, keep_alive)?, service))
         });
         let (arriving, (texts, service)) = prepared.await?;
         let mut embedded = embed_texts(&server, &caller, &service, arriving, texts).await?;
-        let embedding = embedded.pop().map(|(state, _)| state);
-        embedding.map(|embedding| Json(OllamaEmbedding { embedding })).ok_or(ApiError::Bug("no embedding".into()))
+        let embedding = embedded.pop().map(|(state, _)| state).unwrap_or_default();
+        Ok(Json(OllamaEmbedding { embedding }))
     }
 }
 
