@@ -441,6 +441,11 @@ async fn a_served_model_needs_no_pull_and_models_are_changed_elsewhere() {
         status == 404 && error.contains("unicorn pull") && error.contains("models.pulled"),
         "{status} {error}"
     );
+    // Clients in Go send the newer and the older field of the name, and one of them is empty.
+    for path in ["/api/pull", "/api/show"] {
+        let (status, error) = refusal(&app, path, json!({"model": "", "name": "llama3"})).await;
+        assert!(status == 404 && error.contains("llama3"), "{path}: {status} {error}");
+    }
     let request = Request::builder().method("DELETE").uri("/api/delete");
     let request = request.body(Body::from(json!({"model": NAME}).to_string())).expect("sound");
     let (status, _, answer) = send_json(&app.router, request).await;

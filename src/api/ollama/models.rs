@@ -13,7 +13,7 @@ use utoipa::ToSchema;
 use crate::api::error::ApiError;
 use crate::api::exchange;
 use crate::api::ids::date_after;
-use crate::api::names::tagged;
+use crate::api::names::{named_by, tagged};
 use crate::api::openapi::{OllamaAuthErrors, OllamaErrors, post_route};
 use crate::api::server::Server;
 use crate::api::wire;
@@ -205,7 +205,7 @@ post_route! {
     show(server, client: Client, body) -> Json<OllamaShown> {
         let read = exchange::process_body(&server, &client, body, |server, body| {
             let OllamaShowRequest { model, name } = wire::body(body)?;
-            server.served(wire::named(model.or(name)).as_deref())
+            server.served(named_by(model, name).as_deref())
         });
         let (_, index) = read.await?;
         let model = &server.library().model(index);

@@ -17,6 +17,7 @@ use utoipa::ToSchema;
 
 use crate::api::error::ApiError;
 use crate::api::exchange::{self, Client, json_text};
+use crate::api::names::named_by;
 use crate::api::openapi::{OllamaStoreErrors, post_route};
 use crate::api::server::Server;
 use crate::api::wire::reply::replies;
@@ -102,7 +103,7 @@ post_route! {
     pull(server, client: Client, body) -> Response {
         let read = exchange::process_body(&server, &client, body, |_, body| {
             let OllamaPullRequest { model, name, stream } = wire::body(body)?;
-            Ok((wire::named(model.or(name)), stream.unwrap_or(true)))
+            Ok((named_by(model, name), stream.unwrap_or(true)))
         });
         let (arriving, (name, stream)) = read.await?;
         drop(arriving);
@@ -192,7 +193,7 @@ pub(in crate::api) async fn delete(
 ) -> Result<(), ApiError> {
     let read = exchange::process_body(&server, &client, body, |_, body| {
         let OllamaDeleteRequest { model, name } = wire::body(body)?;
-        wire::named(model.or(name)).ok_or(ApiError::Missing { param: "model".into() })
+        named_by(model, name).ok_or(ApiError::Missing { param: "model".into() })
     });
     let (arriving, name) = read.await?;
     drop(arriving);
