@@ -132,13 +132,14 @@ impl TokenRules {
 }
 
 /// The thoughts before the text of an answer. A grammar begins after them, or after the id that opens a call. In a
-/// thought, every id may come that does not end the answer; after `budget` ids, only the one that ends the thought.
+/// thought, every id may come that does not end the answer; after `budget` ids of all thoughts, only the one that ends the
+/// thought.
 #[derive(Clone)]
 pub(super) struct ThoughtGuard {
     tokens: ThoughtTokens,
     at: ThoughtStart,
     budget: Option<usize>,
-    /// The number of ids in the thought, without the tokens around it.
+    /// The number of ids in thoughts, without the tokens around them.
     ids: usize,
     /// The ids that may come in a thought.
     inside: Arc<[u32]>,
@@ -157,6 +158,10 @@ impl ThoughtGuard {
     /// Takes the next id of the answer. Returns whether the id belongs to a thought. `opens_call`: the id opens a call.
     fn take(&mut self, id: u32, opens_call: bool) -> bool {
         match self.at {
+            // The model thinks again. The budget is that of all thoughts together.
+            ThoughtStart::After if id == self.tokens.open && self.budget.is_some() => {
+                self.at = ThoughtStart::Inside;
+            }
             ThoughtStart::After => return false,
             _ if opens_call => {
                 self.at = ThoughtStart::After;
@@ -319,7 +324,7 @@ impl AnswerMask {
     /// The answer may have thoughts, after which the grammar begins.
     #[must_use]
     pub(super) fn after_thoughts(self, guard: ThoughtGuard) -> Self {
-        let inside = match guard.may_think() {
+        let inside = match guard.may_think() || guard.budget.is_some() {
             true => without(&self.every_id(), Some(&self.end_ids)),
             false => Arc::default(),
         };
@@ -453,6 +458,7 @@ impl TokenMask for AnswerMask {
             Some(_) => Restriction::Binding,
             // A thought ends the restriction only if it cannot become one again.
             None if may_think => Restriction::Binding,
+            None if is_limited => Restriction::Idle,
             None => Restriction::Over,
         }
     }
@@ -502,6 +508,29 @@ mod tests {
         assert_eq!([mask.take_time(), other.take_time()], [Duration::ZERO; 2]);
         assert_eq!(mask.restriction(&start), Restriction::Binding);
         assert!(mask.take_time() > Duration::ZERO, "the new id for the next mask");
+    }
+
+    #[test]
+    fn a_budget_holds_for_all_thoughts_of_an_answer() {
+        let path = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/data/families/qwen-tokenizer/tokenizer.json");
+        let tokenizer = Tokenizer::from_bytes(&std::fs::read(path).unwrap(), "tokenizer.json").unwrap();
+        let tokens = tokenizer.thought_tokens().expect("a model that thinks");
+        let mask = AnswerMask::new(tokenizer.vocab_size(), &[1], 0, None, None, Failure::default());
+        let mut mask = mask.after_thoughts(ThoughtGuard::new(tokens, ThoughtStart::Before, Some(2)));
+        assert_eq!(mask.restriction(&[]), Restriction::Binding, "a thought may begin");
+        let mut answer = vec![tokens.open, 5, tokens.close, 7];
+        assert_eq!(
+            mask.restriction(&answer),
+            Restriction::Idle,
+            "text, after which the model may think again"
+        );
+        answer.push(tokens.open);
+        assert_eq!(mask.restriction(&answer), Restriction::Binding);
+        assert!(ids(&mask.mask(&answer)).len() > 100, "one id is left");
+        answer.push(5);
+        assert_eq!(ids(&mask.mask(&answer)), [tokens.close]);
+        answer.push(tokens.close);
+        assert_eq!(mask.restriction(&answer), Restriction::Idle);
     }
 
     #[test]
