@@ -396,7 +396,7 @@ async fn other_fields_that_clients_send_are_accepted() {
         json!({"tools": tool, "tool_choice": {"type": "auto", "disable_parallel_tool_use": true}}),
         json!({"tools": [], "tool_choice": {"type": "none"}, "mcp_servers": [], "container": null}),
         json!({"temperature": 1, "top_p": 0.5, "top_k": 0, "stop_sequences": [], "stream": false}),
-        json!({"stop_sequences": (0..16).map(|i| format!("never {i}")).collect::<Vec<_>>()}),
+        json!({"stop_sequences": (0..32).map(|i| format!("never {i}")).collect::<Vec<_>>()}),
         json!({"output_config": {"effort": "low"}}),
         json!({"messages": [{"role": "user", "content": "a"}, {"role": "system", "content": "b"}]}),
     ] {
@@ -572,7 +572,7 @@ async fn invalid_bodies_are_refused_with_the_field() {
     ];
     let invalid = json!({
         "model": [3], "max_tokens": [0, "9"], "messages": [[], "Hi"], "system": [5], "temperature": [1.5, "hot"],
-        "top_p": [-0.1], "top_k": [-1], "stream": ["yes"], "stop_sequences": ["a", vec!["a"; 17]], "tools": [{}],
+        "top_p": [-0.1], "top_k": [-1], "stream": ["yes"], "stop_sequences": ["a", vec!["a"; 33]], "tools": [{}],
         "tool_choice": ["any"], "container": ["c"], "thread": [{"type": "create"}], "mcp_servers": [[{}]],
         "output_config": [[]],
     });

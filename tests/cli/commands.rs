@@ -57,9 +57,9 @@ fn a_bad_command_line_ends_with_exit_code_2() {
         assert_eq!((code, stdout.as_str()), (2, ""), "{args:?}: {stderr}");
         assert!(stderr.starts_with("error: ") && stderr.contains(part), "{args:?}: {stderr}");
     }
-    let stops = ["--stop", "a"].repeat(17);
+    let stops = ["--stop", "a"].repeat(33);
     for command in [&["generate", "--prompt", "x"][..], &["chat"]] {
-        assert_error(unicorn(&[command, &stops[..]].concat()), 1, &["stop", "at most 16"]);
+        assert_error(unicorn(&[command, &stops[..]].concat()), 1, &["stop", "at most 32"]);
     }
     assert_eq!(output(unicorn(&[])).0, 2);
     let (code, short, _) = output(unicorn(&["-V"]));
@@ -249,11 +249,15 @@ fn the_error_of_a_bad_model_names_its_path_and_what_is_missing() {
     let (no_cache, cache) = (tempfile::tempdir().expect("a folder"), path(cache.path()));
     for (dir, part) in [(path(no_cache.path()), "no model was pulled"), (cache, "pulled models are org/tiny")]
     {
-        for name in ["gemma3", "gemma3:4b"] {
+        for name in ["gemma3", "gemma3:5b"] {
             let mut serve = unicorn(&["serve", "--port", "0", "--model", name, "--models-dir", &dir]);
             serve.env("HF_HUB_CACHE", "/proc/nonexistent");
             assert_error(serve, 78, &[name, part, "`unicorn pull ORG/NAME`"]);
         }
+        // A short name stands for a name on the hub.
+        let mut serve = unicorn(&["serve", "--port", "0", "--model", "gemma3:4b", "--models-dir", &dir]);
+        serve.env("HF_HUB_CACHE", "/proc/nonexistent");
+        assert_error(serve, 78, &[&dir, "`unicorn pull google/gemma-3-4b-it-qat-q4_0-gguf` downloads it"]);
     }
     let text = unicorn(&["eval", "perplexity", &no_tokenizer, "--text", &missing]);
     assert_error(text, 1, &[&missing, "No such file"]);

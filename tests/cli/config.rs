@@ -172,7 +172,7 @@ fn errors_name_the_option_and_its_source() {
         ("[kv]\ndtype = \"fp8\"", &["unicorn.toml", "kv.dtype", "fp8", "auto, f16, int8, f32"]),
         ("[kv]\nshare_prefixes = \"none\"", &["unicorn.toml", "kv.share_prefixes", "none", "key, all"]),
         ("[memory]\nvram = \"16GB\"", &["unicorn.toml", "memory.vram", "16GB", "16GiB"]),
-        ("[memory]\nreserve = 5", &["unicorn.toml", "memory.reserve", "string"]),
+        ("[memory]\nreserve = 5", &["unicorn.toml", "memory.reserve", "a size in quotes"]),
         ("[memory]\nffn_heap = \"host\"", &["unicorn.toml", "memory.ffn_heap", "host", "auto, gtt, vram"]),
         ("[log]\nlevel = \"loud\"", &["unicorn.toml", "log.level", "loud", "info"]),
         ("[log]\nformat = \"xml\"", &["unicorn.toml", "log.format", "xml", "text, json, journal"]),
