@@ -107,6 +107,9 @@ pub enum Error {
     /// The number of problems that the doctor found, which its report lists.
     #[error("{}", doctor_problems(*.0))]
     DoctorProblems(usize),
+    /// Messages of a pipe without an answer. The error of each was printed.
+    #[error("{unanswered} of {asked} messages were not answered: see the errors above")]
+    Unanswered { unanswered: usize, asked: usize },
     #[error("internal error (see the messages above)")]
     Panicked,
 }
@@ -168,6 +171,7 @@ impl Error {
             | Self::Remote { .. }
             | Self::Terminal(_)
             | Self::Tool { .. }
+            | Self::Unanswered { .. }
             | Self::DoctorProblems(_) => SYSTEM,
             Self::File { .. }
             | Self::PortTaken { .. }

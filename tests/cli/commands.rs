@@ -524,6 +524,13 @@ fn generate_chat_and_bench_run_on_a_small_model() {
     let (first, second) = answers.split_at(answers.len() / 2);
     assert_eq!(first, second, "/new did not start a new conversation");
     assert!(first.trim().len() > 1 && first.ends_with('\n'), "{first:?}");
+    // A line that cannot be answered changes the exit status, and the next line is answered.
+    let words = "Hello ".repeat(200);
+    let chat = ["chat", "--model", model, "--max-tokens", "8", "--context", "64", "--allow-software-vulkan"];
+    let input = format!("printf '{words}\\nHello\\n' |");
+    let (code, answers, stderr) = output(in_shell(&input, &unicorn_on_software(&chat)));
+    assert_eq!((code, answers.trim().is_empty()), (1, false), "{answers:?} {stderr}");
+    assert!(stderr.contains("error: 1 of 2 messages were not answered"), "{stderr}");
     // An answer that cannot be printed ends the chat.
     let chat =
         unicorn_on_software(&["chat", "--model", model, "--max-tokens", "8", "--allow-software-vulkan"]);

@@ -74,9 +74,11 @@ pub fn input(with_history: bool) -> Result<Input, Error> {
     if std::io::stdin().is_terminal() { Input::terminal(with_history) } else { Ok(Input::Piped) }
 }
 
-/// Reads a message, answers it, and repeats until the input ends.
+/// Reads a message, answers it, and repeats until the input ends. Later messages are answered after one that was not; if
+/// the messages came from a pipe, the conversation ends with an error then.
 pub fn converse(partner: impl Partner, mut input: Input, sampling: Sampling) -> Result<(), Error> {
     let is_terminal = matches!(input, Input::Terminal(_));
+    let (mut asked, mut unanswered) = (0, 0);
     let mut chat = Chat { partner, sampling, turns: Vec::new() };
     if is_terminal {
         note(format_args!(
@@ -91,12 +93,13 @@ pub fn converse(partner: impl Partner, mut input: Input, sampling: Sampling) -> 
                 note("(Ctrl-D leaves)");
                 continue;
             }
-            Typed::End => return Ok(()),
+            Typed::End => break,
         };
         match Command::of(&message) {
             None if message.trim().is_empty() => {}
             None => {
                 input.remember(&message);
+                asked += 1;
                 chat.turns.push(Message::new("user", command::unquoted(&message)));
                 // On a terminal, the editor reads Ctrl-C as a key while the user types. It is a signal only during an
                 // answer. With piped input, Ctrl-C ends the program.
@@ -115,6 +118,7 @@ pub fn converse(partner: impl Partner, mut input: Input, sampling: Sampling) -> 
                     Err(error) if chat.partner.ends_with(&error) => return Err(error),
                     Err(error) => {
                         chat.turns.pop();
+                        unanswered += 1;
                         say(format_args!("error: {error} (/new starts a new conversation)"));
                     }
                 }
@@ -122,7 +126,7 @@ pub fn converse(partner: impl Partner, mut input: Input, sampling: Sampling) -> 
                     note("");
                 }
             }
-            Some(Ok(Command::Leave)) => return Ok(()),
+            Some(Ok(Command::Leave)) => break,
             Some(Ok(command)) => {
                 input.remember(&message);
                 chat.execute(command);
@@ -132,6 +136,11 @@ pub fn converse(partner: impl Partner, mut input: Input, sampling: Sampling) -> 
                 note(problem);
             }
         }
+    }
+    // A person has read the errors; a script reads the exit status.
+    match is_terminal || unanswered == 0 {
+        true => Ok(()),
+        false => Err(Error::Unanswered { unanswered, asked }),
     }
 }
 
