@@ -16,6 +16,9 @@ pub trait Store: Send + Sync {
         report: &mut PullReport<'_>,
     ) -> Result<(), StoreError>;
 
+    /// Checks that [`Store::delete`] would delete the model. Does not read the disk.
+    fn check_delete(&self, index: usize) -> Result<(), StoreError>;
+
     /// Deletes the files of a model, and no longer serves it. Blocks.
     fn delete(&self, library: &Library, index: usize) -> Result<(), StoreError>;
 }

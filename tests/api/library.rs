@@ -632,10 +632,15 @@ impl Store for FakeStore {
         Ok(())
     }
 
-    fn delete(&self, library: &Library, index: usize) -> Result<(), StoreError> {
-        if index == 0 {
-            return Err(StoreError::Conflict("it is in the configuration".into()));
+    fn check_delete(&self, index: usize) -> Result<(), StoreError> {
+        match index {
+            0 => Err(StoreError::Conflict("it is in the configuration".into())),
+            _ => Ok(()),
         }
+    }
+
+    fn delete(&self, library: &Library, index: usize) -> Result<(), StoreError> {
+        self.check_delete(index)?;
         library.replace(vec![Listed::Kept(0)]);
         Ok(())
     }

@@ -143,6 +143,9 @@ fn the_commands_ask_a_running_server() {
     let url = server.url();
     let asks = |args: &[&str]| command(person.path(), &hub, &[args, &["--url", &url]].concat());
 
+    // No confirmation is asked for what the server does not do.
+    let kept = asks(&["rm", &ids(&server)[0]]);
+    assert_error(kept, 1, &["part of the program: only pulled models can be deleted"]);
     let (code, stdout, stderr) = output(asks(&["pull", "org/tiny"]));
     assert_eq!((code, stdout.as_str()), (0, ""), "{stderr}");
     assert!(stderr.contains("org/tiny is served at http://127.0.0.1:"), "{stderr}");

@@ -14,6 +14,7 @@ use crate::api::error::ApiError;
 use crate::api::exchange;
 use crate::api::ids::date_after;
 use crate::api::names::{named_by, tagged};
+use crate::api::ollama::store::kept_because;
 use crate::api::openapi::{OllamaAuthErrors, OllamaErrors, post_route};
 use crate::api::server::Server;
 use crate::api::wire;
@@ -109,6 +110,8 @@ replies! {
         model_info: BTreeMap<String, Value>,
         capabilities: Vec<&'static str>,
         modified_at: String,
+        /// Why `/api/delete` does not delete the model; absent if it does.
+        kept_because?: String,
     }
 }
 
@@ -230,6 +233,7 @@ post_route! {
             model_info,
             capabilities: capabilities(model, card),
             modified_at: modified(card),
+            kept_because: kept_because(&server, &client, index).map(|error| error.to_string()),
         }))
     }
 }

@@ -177,6 +177,15 @@ fn no_store() -> StoreError {
     StoreError::Conflict(NO_STORE.into())
 }
 
+/// Why [`delete`] refuses the client to delete a model. `None` = it deletes the model.
+pub(super) fn kept_because(server: &Server, client: &Client, index: usize) -> Option<ApiError> {
+    let Some(store) = server.library().store() else { return Some(no_store().into()) };
+    match client.is_trusted {
+        true => store.check_delete(index).err().map(ApiError::from),
+        false => Some(ApiError::NotTrusted),
+    }
+}
+
 /// Deletes the files of a pulled model, in Ollama's format. Requests that use the model are answered first.
 #[utoipa::path(
     delete,
@@ -205,8 +214,8 @@ pub(in crate::api) async fn delete(
         Some((index, _)) => index,
         None => return Err(server.unknown(&name)),
     };
-    if !client.is_trusted {
-        return Err(ApiError::NotTrusted);
+    if let Some(error) = kept_because(&server, &client, index) {
+        return Err(error);
     }
     let deleted = tokio::task::spawn_blocking(move || {
         let store = server.library().store().ok_or_else(no_store)?;

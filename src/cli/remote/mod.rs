@@ -220,10 +220,13 @@ fn pull_through(client: &Client, name: &ModelName) -> Result<(), Error> {
     Ok(())
 }
 
-/// Deletes a model of a server.
+/// Deletes a model of a server. A server of this project says before the confirmation that it does not delete the model.
 fn rm_from(client: &Client, model: &str, yes: bool) -> Result<(), Error> {
     let asked = json!({"model": model});
-    client.ask(&Method::POST, "/api/show", &asked)?;
+    let shown = client.ask(&Method::POST, "/api/show", &asked)?;
+    if let Some(why) = shown["kept_because"].as_str() {
+        return Err(client.failed(why.to_owned()));
+    }
     let what = format!("remove {model} from the server at {}", client.url());
     if !yes && !models::confirm(&what)? {
         return Err(Error::Argument(format!("{model} was not removed")));

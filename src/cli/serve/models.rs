@@ -441,6 +441,26 @@ impl Catalogue {
         }
     }
 
+    /// Where the files of a pulled model are, if they may be deleted.
+    fn deletable(&self, index: usize) -> Result<(Cache, ModelName), StoreError> {
+        let loader =
+            self.loader(index).ok_or_else(|| StoreError::NotFound("the model is no longer served".into()))?;
+        let Some((cache, name)) = &loader.pulled else {
+            return Err(StoreError::Conflict(format!(
+                "{:?} is in the configuration (models.serve), or part of the program: only pulled models can be deleted",
+                loader.model.id()
+            )));
+        };
+        match self.other_user(&loader, name) {
+            Some(other) => Err(StoreError::Conflict(format!(
+                "the files of {:?} are used by {:?} too: they cannot be deleted",
+                loader.model.id(),
+                other.model.id()
+            ))),
+            None => Ok((cache.clone(), name.clone())),
+        }
+    }
+
     /// The model, other than `loader`, that uses files which are deleted with `name`.
     fn other_user(&self, loader: &Arc<ModelLoader>, name: &ModelName) -> Option<Arc<ModelLoader>> {
         let path = Path::new(loader.config.model.path.as_ref()?);
@@ -548,23 +568,13 @@ impl Store for Arc<Catalogue> {
         Err(StoreError::Conflict(format!("{name} was pulled, but it cannot be served: {why}")))
     }
 
+    fn check_delete(&self, index: usize) -> Result<(), StoreError> {
+        self.deletable(index).map(drop)
+    }
+
     fn delete(&self, library: &Library, index: usize) -> Result<(), StoreError> {
-        let loader =
-            self.loader(index).ok_or_else(|| StoreError::NotFound("the model is no longer served".into()))?;
-        let Some((cache, name)) = &loader.pulled else {
-            return Err(StoreError::Conflict(format!(
-                "{:?} is in the configuration (models.serve), or part of the program: only pulled models can be deleted",
-                loader.model.id()
-            )));
-        };
-        if let Some(other) = self.other_user(&loader, name) {
-            return Err(StoreError::Conflict(format!(
-                "the files of {:?} are used by {:?} too: they cannot be deleted",
-                loader.model.id(),
-                other.model.id()
-            )));
-        }
-        if let Some(removal) = cache.removal(name)? {
+        let (cache, name) = self.deletable(index)?;
+        if let Some(removal) = cache.removal(&name)? {
             removal.apply()?;
             tracing::info!("deleted {name} in {}", cache.root().display());
         }
