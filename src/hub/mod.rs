@@ -21,4 +21,4 @@ pub use error::HubError;
 pub use name::{ModelName, NameError, RepoId};
 pub use pull::{Progress, Report, pull};
 pub use select::is_meant;
-pub use settings::{Patience, Settings, authorities, standard_cache};
+pub use settings::{Patience, Settings, standard_cache, tls};

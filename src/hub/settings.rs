@@ -8,7 +8,7 @@ use std::fmt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use ureq::tls::{Certificate, PemItem, RootCerts, parse_pem};
+use ureq::tls::{Certificate, PemItem, RootCerts, TlsConfig, parse_pem};
 
 use super::HubError;
 use super::url::Url;
@@ -134,7 +134,7 @@ fn token(variable: &impl Fn(&str) -> Option<OsString>) -> Result<Option<Token>, 
 
 /// The trusted certificate authorities: those in `SSL_CERT_FILE`, for proxies that intercept TLS and for private servers,
 /// or else Mozilla's list, which is in the binary.
-pub fn authorities(variable: &impl Fn(&str) -> Option<OsString>) -> Result<RootCerts, HubError> {
+fn authorities(variable: &impl Fn(&str) -> Option<OsString>) -> Result<RootCerts, HubError> {
     let Some(file) = path(variable, "SSL_CERT_FILE") else { return Ok(RootCerts::WebPki) };
     let fail = |problem: &str| HubError::Settings(format!("SSL_CERT_FILE, {}: {problem}", file.display()));
     let text = match read_small(&file, MAX_CERTIFICATES_BYTES) {
@@ -152,6 +152,18 @@ pub fn authorities(variable: &impl Fn(&str) -> Option<OsString>) -> Result<RootC
         Err(fail("it has no certificates in PEM format"))
     } else {
         Ok(RootCerts::from(certificates))
+    }
+}
+
+/// The TLS of a client that sends to `url` alone. The authorities are read only if the URL needs them.
+///
+/// # Errors
+/// Fails if `url` begins with `https:`, and `SSL_CERT_FILE` has no certificates.
+pub fn tls(url: &str, variable: impl Fn(&str) -> Option<OsString>) -> Result<TlsConfig, HubError> {
+    let scheme = url.split_once(':').map_or("", |(scheme, _)| scheme);
+    match scheme.eq_ignore_ascii_case("https") {
+        true => Ok(TlsConfig::builder().root_certs(authorities(&variable)?).build()),
+        false => Ok(TlsConfig::default()),
     }
 }
 

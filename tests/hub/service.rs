@@ -220,6 +220,15 @@ fn a_command_trusts_the_authorities_that_a_variable_names() {
     let mut with = list();
     with.env("SSL_CERT_FILE", &cert);
     assert!(printed(with).contains("a/b"));
+    let mut bench = unicorn_on_software(&["bench", "serve", "--url", &url, "--concurrency", "1"]);
+    bench.args(["--requests", "1", "--prompt-tokens", "8", "--max-tokens", "2"]);
+    bench.env("SSL_CERT_FILE", &cert);
+    assert!(printed(bench).contains("a/b at https://localhost"));
+
+    // A person who forgot the scheme.
+    let address = url.trim_start_matches("https://").trim_end_matches("/v1");
+    let right = format!("it speaks HTTPS: give its address as --url https://{address}");
+    assert_error(unicorn_on_software(&["list", "--url", address]), 1, &[&right]);
 }
 
 #[test]

@@ -11,6 +11,7 @@ use serde_json::{Value, json};
 use ureq::http::header::{ACCEPT, AUTHORIZATION, CONTENT_TYPE};
 use ureq::http::request::Builder;
 use ureq::http::{Method, Request, Response, StatusCode};
+use ureq::tls::TlsConfig;
 use ureq::{Agent, AsSendBody, Body};
 
 const CONNECT: Duration = Duration::from_secs(10);
@@ -59,6 +60,7 @@ pub struct Options {
     pub ignore_eos: bool,
     /// Longest time for one request.
     pub timeout: Duration,
+    pub tls: TlsConfig,
 }
 
 pub struct Client {
@@ -117,6 +119,7 @@ impl Client {
             .max_redirects_will_error(false)
             .max_idle_connections(0)
             .proxy(None)
+            .tls_config(options.tls.clone())
             .user_agent(concat!("unicorn-bench/", env!("CARGO_PKG_VERSION")))
             .timeout_resolve(Some(CONNECT))
             .timeout_connect(Some(CONNECT))

@@ -20,6 +20,7 @@ use crate::cli::args::{BenchServe, Scenario, ServerOptions};
 use crate::cli::error::Error;
 use crate::cli::progress::{Bar, Spinner};
 use crate::cli::terminal::print;
+use crate::hub::tls;
 use crate::session::random_u64;
 
 const CONCURRENCY: [u32; 7] = [1, 2, 4, 8, 16, 32, 64];
@@ -213,7 +214,8 @@ pub fn client(args: &ServerOptions, temperature: f32, ignore_eos: bool) -> Resul
         return Err(Error::Argument("--api-key: a key is letters, digits and signs, without blanks".into()));
     }
     let timeout = Duration::from_secs(args.timeout_s.into());
-    let options = Options { url, api_key: args.api_key.clone(), temperature, ignore_eos, timeout };
+    let tls = tls(&url, |name| std::env::var_os(name))?;
+    let options = Options { url, api_key: args.api_key.clone(), temperature, ignore_eos, timeout, tls };
     Ok(Client::new(options))
 }
 

@@ -9,13 +9,12 @@ use std::time::Duration;
 use serde_json::Value;
 use ureq::http::header::{AUTHORIZATION, CONTENT_TYPE};
 use ureq::http::{Method, Request, Response};
-use ureq::tls::TlsConfig;
 use ureq::{Agent, Body};
 
 use crate::cli::error::Error;
 use crate::cli::log::note;
 use crate::config::Config;
-use crate::hub::authorities;
+use crate::hub::tls;
 
 const CONNECT: Duration = Duration::from_secs(5);
 /// Longest wait for the answer to the first question, which needs no model.
@@ -50,7 +49,7 @@ impl Client {
     /// # Errors
     /// Fails if no server listens at a given `url`, or if a program that is not such a server does.
     pub fn find(config: &Config, url: Option<&str>) -> Result<Option<Self>, Error> {
-        let mut agent = Agent::config_builder()
+        let agent = Agent::config_builder()
             .http_status_as_error(false)
             .max_redirects(0)
             .max_redirects_will_error(false)
@@ -63,10 +62,7 @@ impl Client {
             if url.contains("://") { url.to_owned() } else { format!("http://{url}") }
         });
         let url = given.clone().unwrap_or_else(|| configured(config));
-        if url.starts_with("https://") {
-            let authorities = authorities(&|name: &str| std::env::var_os(name))?;
-            agent = agent.tls_config(TlsConfig::builder().root_certs(authorities).build());
-        }
+        let agent = agent.tls_config(tls(&url, |name| std::env::var_os(name))?);
         let key = std::env::var(KEY_VARIABLE).ok().filter(|key| !key.is_empty());
         let client = Self { agent: agent.build().into(), url, key };
         match client.probe() {
@@ -106,10 +102,18 @@ impl Client {
             }
         };
         let body = response.body_mut().with_config().limit(MAX_LINE_BYTES).read_to_vec().unwrap_or_default();
-        let body: Option<Value> = serde_json::from_slice(&body).ok();
-        match body {
-            Some(body) if body["version"].is_string() || body["error"].is_string() => Ok(()),
-            _ => Err(Probe::Another(self.failed("another program answers there".into()))),
+        let value: Option<Value> = serde_json::from_slice(&body).ok();
+        match value {
+            Some(value) if value["version"].is_string() || value["error"].is_string() => Ok(()),
+            _ => Err(Probe::Another(self.failed(match self.url.strip_prefix("http://") {
+                // This project's server and others name the protocol in their answer to a plain request.
+                Some(address)
+                    if response.status() == 400 && String::from_utf8_lossy(&body).contains("HTTPS") =>
+                {
+                    format!("it speaks HTTPS: give its address as --url https://{address}")
+                }
+                _ => "another program answers there".into(),
+            }))),
         }
     }
 
