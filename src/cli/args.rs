@@ -27,6 +27,9 @@ pub struct CommandLine {
 // the environment, the configuration files, or the defaults. Some options have hidden aliases: their names in llama.cpp's
 // server and in vLLM.
 
+/// The id of the positional argument that sets `model.path`, as --model does.
+pub const MODEL: &str = "MODEL";
+
 /// Options of every command that reads the configuration.
 #[derive(Debug, Clone, Args)]
 pub struct Common {
@@ -241,6 +244,14 @@ pub struct ModelOptions {
     pub memory: MemoryOptions,
 }
 
+/// The model without the name of its option, as `vllm serve MODEL` takes it.
+#[derive(Debug, Clone, Args)]
+pub struct ModelArgument {
+    /// The same as --model
+    #[arg(id = MODEL, value_name = "FOLDER|FILE|ORG/NAME", conflicts_with = "model.path")]
+    pub model: Option<String>,
+}
+
 /// The options of a command that generates text: the model, its draft model and the NPU.
 #[derive(Debug, Clone, Args)]
 pub struct EngineOptions {
@@ -275,6 +286,8 @@ pub struct MemoryOptions {
 /// The options of `serve`, which `config` checks and shows.
 #[derive(Debug, Clone, Args)]
 pub struct ServeOptions {
+    #[command(flatten)]
+    pub model: ModelArgument,
     #[command(flatten)]
     pub engine: EngineOptions,
     #[command(flatten)]
@@ -312,6 +325,8 @@ pub struct Serve {
 #[derive(Debug, Args)]
 pub struct Generate {
     #[command(flatten)]
+    pub model: ModelArgument,
+    #[command(flatten)]
     pub engine: EngineOptions,
     #[command(flatten)]
     pub template: TemplateOption,
@@ -326,6 +341,8 @@ pub struct Generate {
 
 #[derive(Debug, Args)]
 pub struct Chat {
+    #[command(flatten)]
+    pub model: ModelArgument,
     #[command(flatten)]
     pub engine: EngineOptions,
     #[command(flatten)]

@@ -9,6 +9,7 @@ use std::path::{Path, PathBuf};
 use clap::parser::ValueSource;
 use clap::{ArgMatches, Id};
 
+use super::args::MODEL;
 use super::error::Error;
 use crate::config::{Config, Layer, NpuMode};
 use crate::file;
@@ -76,7 +77,7 @@ fn last(matches: &ArgMatches) -> &ArgMatches {
     matches.subcommand().map_or(matches, |(_, arguments)| last(arguments))
 }
 
-/// The options that the command line sets: the arguments whose id is the name of an option.
+/// The options that the command line sets: the arguments whose id is the name of an option, and [`MODEL`].
 fn flags(matches: &ArgMatches) -> Layer {
     let mut flags = Layer::flags();
     // The results of these commands are compared with those of other implementations, so they compute in f32. Options of
@@ -91,6 +92,9 @@ fn flags(matches: &ArgMatches) -> Layer {
         flags.set("model.vision", VisionMode::Off.name());
     }
     let matches = last(matches);
+    if let Ok(Some(model)) = matches.try_get_one::<String>(MODEL) {
+        flags.set("model.path", model);
+    }
     for id in matches.ids().map(Id::as_str).filter(|id| id.contains('.')) {
         if matches.value_source(id) == Some(ValueSource::CommandLine) {
             let text = matches.get_raw(id).and_then(|mut values| values.next()?.to_str());

@@ -29,6 +29,7 @@ fn a_bad_command_line_ends_with_exit_code_2() {
         (&["generate", "--prompt", "x", "--max-tokens", "0"], "max-tokens"),
         (&["generate", "--prompt", "x", "--quantize", "int3"], "int3"),
         (&["serve", "--port", "70000"], "port"),
+        (&["serve", "a"], "cannot be used with"),
         (&["eval", "logits", "m", "--output", "o"], "--tokens"),
         (&["eval", "logits", "m", "--output", "o", "--tokens", "2,x"], "--tokens"),
         (&["bench", "--generate-tokens", "1"], "generate-tokens"),
@@ -261,6 +262,25 @@ fn the_error_of_a_bad_model_names_its_path_and_what_is_missing() {
     }
     let text = unicorn(&["eval", "perplexity", &no_tokenizer, "--text", &missing]);
     assert_error(text, 1, &[&missing, "No such file"]);
+}
+
+/// As in `vllm serve MODEL` and `ollama run MODEL`.
+#[test]
+fn a_model_may_be_named_without_its_option() {
+    const MISSING: &str = "/proc/nonexistent/a";
+    for (words, code) in [
+        (&["serve"][..], 78),
+        (&["config", "check"], 78),
+        (&["chat"], 1),
+        (&["generate", "--prompt", "x"], 1),
+    ] {
+        let command = unicorn(&[words, &[MISSING]].concat());
+        assert_error(command, code, &[MISSING, "no such file or folder"]);
+    }
+    let shown = printed(unicorn(&["config", "show", MISSING]));
+    let is_it = |line: &str| line.starts_with("path = ") && line.contains(MISSING);
+    let line = shown.lines().find(|line| is_it(line)).expect(&shown);
+    assert!(line.ends_with("# command line"), "{line}");
 }
 
 /// The wrapper script of `make serve`, with a script in place of the binary that reports these devices.

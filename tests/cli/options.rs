@@ -294,7 +294,7 @@ fn config_show_shows_every_option_of_the_command_line() {
     let shown = given.map(|(option, ..)| option);
     for option in options_of_commands() {
         let Some(option) = option.strip_prefix("config show ") else { continue };
-        assert!(shown.contains(&option) || ["--config", "--verbose"].contains(&option), "{option}");
+        assert!(shown.contains(&option) || ["--config", "--verbose", "MODEL"].contains(&option), "{option}");
     }
     // The names of llama.cpp's server and of vLLM.
     for (name, value, line) in [
