@@ -300,6 +300,9 @@ pub struct ServeOptions {
     /// Id of the model in the API [default: the folder's name]
     #[arg(long, id = "model.name", value_name = "NAME", aliases = ["alias", "served-model-name"])]
     pub name: Option<String>,
+    /// Maximum number of answers that are computed at the same time, 1 to 64 [default: 16; 4 for each of several models]
+    #[arg(long, id = "engine.sequences", value_name = "N", aliases = ["parallel", "max-num-seqs"])]
+    pub sequences: Option<usize>,
     /// Address to listen on [default: 127.0.0.1]
     #[arg(long, id = "server.host", value_name = "HOST")]
     pub host: Option<String>,

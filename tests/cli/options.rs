@@ -267,6 +267,7 @@ fn config_show_shows_every_option_of_the_command_line() {
         ("--models-dir", "f", "dir = \"f\""),
         ("--model-config", "c", "config = \"c\""),
         ("--context", "77", "context = 77"),
+        ("--sequences", "3", "sequences = 3"),
         ("--kv", "int8", "dtype = \"int8\""),
         ("--precision", "f32", "precision = \"f32\""),
         ("--vision", "on", "vision = \"on\""),
@@ -300,6 +301,8 @@ fn config_show_shows_every_option_of_the_command_line() {
     for (name, value, line) in [
         ("--ctx-size", "77", "context = 77"),
         ("--max-model-len", "77", "context = 77"),
+        ("--parallel", "3", "sequences = 3"),
+        ("--max-num-seqs", "3", "sequences = 3"),
         ("--alias", "n", "name = \"n\""),
         ("--served-model-name", "n", "name = \"n\""),
         ("--model-draft", "g", "draft = \"g\""),
@@ -764,7 +767,7 @@ fn a_server_follows_its_command_line() {
     let files = [scattered.files(), scattered.device()[..2].to_vec()].concat();
     let mut words: Vec<&str> = files.iter().map(String::as_str).collect();
     words.extend(["--tokenizer", &whole, "--draft", &whole, "--quantize", "int8-row", "--precision", "f32"]);
-    words.extend(["--context", "70", "--kv", "int8", "--host", "127.0.0.2", "-v"]);
+    words.extend(["--context", "70", "--sequences", "2", "--kv", "int8", "--host", "127.0.0.2", "-v"]);
     words.extend(["--api-key-file", keys.to_str().expect("UTF-8")]);
     let mut server = Daemon::start_model(Path::new("org/tiny"), &words, |command| {
         command.env("HF_HUB_CACHE", "/proc/nonexistent");
@@ -786,6 +789,8 @@ fn a_server_follows_its_command_line() {
     assert_eq!(model["draft_layers"], json!(8), "{body}");
     assert!(model["weights"].as_str().expect("a text").contains("attention int8-row"), "{body}");
     assert_eq!((&model["kv_dtype"], &model["kv_dtype_why"]), (&json!("int8"), &Value::Null), "{body}");
+    // Two whole contexts of 70 tokens, in blocks of 16.
+    assert_eq!(body["kv"]["full"], json!({"held": 0, "cached": 0, "free": 2 * 5}), "{body}");
     assert_eq!(server.ask(&key, false).0, 200);
     let (_, body) = server.exchange("GET", "/status", &key, "");
     let body: Value = serde_json::from_str(&body).expect(&body);
