@@ -327,6 +327,15 @@ fn advice(error: &DoesNotFit) -> String {
     }
 }
 
+/// The longest context that a model and its draft model support, and the model that sets this limit.
+pub fn longest_context(model: &ModelSpec, draft: Option<&ModelSpec>) -> (usize, &'static str) {
+    let longest = model.max_position_embeddings;
+    match draft.map(|draft| draft.max_position_embeddings).filter(|of_draft| *of_draft < longest) {
+        Some(of_draft) => (of_draft, "the draft model"),
+        None => (longest, "the model"),
+    }
+}
+
 impl<'a> MemoryRequest<'a> {
     /// The model and its draft model, if any, each with the prefix of its buffers' names, its config and its schemes.
     fn models(&self) -> impl Iterator<Item = (&'static str, &'a ModelSpec, &Schemes)> {
@@ -336,16 +345,13 @@ impl<'a> MemoryRequest<'a> {
 
     /// The longest context that the model and its draft model support.
     pub fn longest_context(&self) -> usize {
-        let each = self.models().map(|(_, config, _)| config.max_position_embeddings);
-        each.min().expect("a model at least")
+        longest_context(self.config, self.draft.as_ref().map(|draft| draft.config)).0
     }
 
     /// If `wanted` is longer than both models support: `wanted`, the longest context that both models support, and the
     /// model that sets this limit.
     pub fn beyond_model(&self, wanted: Option<usize>) -> Option<(usize, usize, &'static str)> {
-        let longest = self.longest_context();
-        let is_drafts = longest < self.config.max_position_embeddings;
-        let whose = if is_drafts { "the draft model" } else { "the model" };
+        let (longest, whose) = longest_context(self.config, self.draft.as_ref().map(|draft| draft.config));
         wanted.filter(|wanted| *wanted > longest).map(|wanted| (wanted, longest, whose))
     }
 

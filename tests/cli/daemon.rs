@@ -185,9 +185,10 @@ fn a_too_long_context_is_refused_and_a_too_large_chunk_is_logged() {
     const WANTED: &str = "99999999";
     let model = tiny_model();
     let path = model.path().to_str().expect("UTF-8");
-    for command in [&["serve", "--port", "0"][..], &["generate", "--prompt", "Hello"]] {
+    let serve = &["serve", "--port", "0"][..];
+    for command in [serve, &["config", "check"], &["generate", "--prompt", "Hello"]] {
         let (serves, more) =
-            (command[0] == "serve", ["--model", path, "--allow-software-vulkan", "--context", WANTED]);
+            (command[0] != "generate", ["--model", path, "--allow-software-vulkan", "--context", WANTED]);
         let parts = [WANTED, "engine.context, --context", "the model was made for 4096 at most"];
         assert_error(unicorn_on_software(&[command, &more].concat()), if serves { 78 } else { 1 }, &parts);
     }

@@ -174,6 +174,7 @@ fn mistakes_in_a_list_of_models_are_named() {
     let llama = family("tiny-llama");
     for (name, more, part) in [
         ("x", "context = \"long\"", "models.serve"),
+        ("x", "context = 9999999", "models.serve, \"x\": a context of 9999999 tokens was asked for"),
         ("x", "colour = 3", "unknown field `colour`"),
         ("x", "quantize = \"int3\"", "models.serve, number 2: model.quantize"),
         (

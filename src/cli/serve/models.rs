@@ -25,7 +25,8 @@ use crate::kv_disk::KvStore;
 use crate::library::{
     Library, Listed, Loaded, Loader, Model, ModelNames, PullReport, PullStep, Store, StoreError, Turns,
 };
-use crate::model::{Limits, Runner as _, SamplingOptions, arch};
+use crate::model::load::LoadError;
+use crate::model::{Limits, Runner as _, SamplingOptions, arch, memory};
 use crate::text::TemplateKwargs;
 
 /// How many models are pulled at the same time.
@@ -111,9 +112,13 @@ impl Shared {
         let files = load::files(&source.config.model)?;
         // The load may be hours away, so mistakes are found here.
         template_kwargs(&source.served)?;
-        let mut longest = arch::load(&files)?.0.max_position_embeddings;
-        if let Some(draft) = load::draft_files(&source.config)? {
-            longest = longest.min(arch::load(&draft)?.0.max_position_embeddings);
+        let (longest, checked) = longest_context(&files, &source.config)?;
+        // A model without an entry shares the context of all models. The load refuses it, and not the start.
+        if source.pulled.is_none() && source.config.model.path.is_some() {
+            checked.map_err(|error| {
+                let id = load::model_id(&files, &source.config);
+                Error::Argument(format!("models.serve, {id:?}: {error}"))
+            })?;
         }
         let config = source.config.with_bounded_context(longest);
         Ok(self.loader(Source { config, ..source }, files))
@@ -188,6 +193,7 @@ pub fn library(config: &Config, shared: Shared) -> Result<(Library, Arc<Catalogu
         true => loaders(config, &shared, &[])?,
         false => {
             let files = load::files(&config.model)?;
+            longest_context(&files, config)?.1?;
             let served =
                 ServedModel { aliases: config.server.model_aliases.clone(), ..ServedModel::default() };
             let source = Source { served, config: config.clone(), pulled: None, is_alone: false };
@@ -216,6 +222,18 @@ pub fn library(config: &Config, shared: Shared) -> Result<(Library, Arc<Catalogu
         false => library,
     };
     Ok((library, catalogue))
+}
+
+/// The longest context that a model and its draft support, and whether the configured context is no longer.
+fn longest_context(files: &ModelFiles, config: &Config) -> Result<(usize, Result<(), LoadError>), Error> {
+    let model = arch::load(files)?.0;
+    let draft = load::draft_files(config)?.map(|draft| arch::load(&draft)).transpose()?;
+    let (longest, whose) = memory::longest_context(&model, draft.as_ref().map(|(draft, _)| draft));
+    let checked = match config.engine.context {
+        Some(wanted) if wanted > longest => Err(LoadError::ContextTooLong { wanted, longest, whose }),
+        _ => Ok(()),
+    };
+    Ok((longest, checked))
 }
 
 /// The loaders of all models of a server with several. One of `known` stays for an entry that did not change. If `known` is
@@ -561,7 +579,8 @@ impl Store for Arc<Catalogue> {
         let config = self.config();
         let served = ServedModel { path, ..ServedModel::default() };
         let why = config.of_model(&served).map_err(Error::Argument).and_then(|config| {
-            let source = Source { served, config, pulled: None, is_alone: false };
+            let pulled = Some((cache, name.clone()));
+            let source = Source { served, config, pulled, is_alone: false };
             self.shared.bounded(source)?.read_card()
         });
         let why = why.err().map_or("the log says why".to_owned(), |error| error.to_string());
