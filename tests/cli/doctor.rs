@@ -380,6 +380,23 @@ fn this_machine_has_findings() {
         text.contains("problem  kv-disk-unusable ") && text.contains("kv.disk.path: cannot open"),
         "{text}"
     );
+    let keys = folder.path().join("keys");
+    let missing = folder.path().join("nothing");
+    fs::write(&keys, "sk-0123456789abcdef\n").unwrap();
+    let with = |variables: &[(&str, &Path)], args: &[&str]| {
+        let mut command = unicorn(&[&["doctor"], args].concat());
+        command.envs(variables.iter().map(|(name, file)| (format!("UNICORN_SERVER_{name}"), *file)));
+        output(command).1
+    };
+    let text = with(&[("API_KEY_FILE", &keys)], &[]);
+    assert!(text.contains("ok       server-options ") && !text.contains("sk-0123"), "{text}");
+    let text = with(&[("API_KEY_FILE", &keys)], &["--root", tree.path().to_str().unwrap()]);
+    assert!(text.contains("note     server-options-unread "), "{text}");
+    for unusable in [&[("API_KEY_FILE", &*missing)][..], &[("TLS_CERT", &missing), ("TLS_KEY", &keys)]] {
+        let text = with(unusable, &[]);
+        let problem = "problem  server-options-unusable ";
+        assert!(text.contains(problem) && text.contains(missing.to_str().unwrap()), "{text}");
+    }
     let list = folder.path().join("list.toml");
     for (path, code) in [("org/nothing", "model-not-pulled"), ("/proc/version", "model-unreadable")] {
         fs::write(&list, format!("[[models.serve]]\npath = {path:?}\n")).unwrap();

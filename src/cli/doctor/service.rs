@@ -1,11 +1,12 @@
-//! Checks of what a server needs besides its GPU: free ports, a folder for conversations, and processors that are not
-//! throttled.
+//! Checks of what a server needs besides its GPU: free ports, files of keys and certificates, a folder for conversations,
+//! and processors that are not throttled.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
 use super::finding::Finding;
 use super::machine::Machine;
 use crate::cli::error::Error;
+use crate::cli::serve;
 use crate::config::{self, Config};
 use crate::kv_disk::check_folder;
 
@@ -20,9 +21,36 @@ pub fn check(machine: &Machine, config: &Config) -> Vec<Finding> {
     let mut findings = vec![port(machine, config, main, "--port selects another port")];
     let second = "server.ollama_port selects another port; 0 = no second port";
     findings.extend(ollama_port.map(|number| port(machine, config, number, second)));
+    findings.extend(options_of_server(machine, &config.server));
     findings.extend(conversations(machine, &config.kv_disk));
     findings.push(governor(machine));
     findings
+}
+
+/// What a user can do about a file or a folder that only the service may read.
+const AS_SERVICE: &str = "check it as that service's user: sudo -u unicorn unicorn doctor";
+
+/// The files of API keys and of the certificate, and the other options that a server checks before it listens. `None` =
+/// no file is configured, and nothing is wrong.
+fn options_of_server(machine: &Machine, options: &config::Server) -> Option<Finding> {
+    let config::Server { api_key_file, tls_cert, tls_key, .. } = options;
+    let files: Vec<&str> =
+        [api_key_file, tls_cert, tls_key].into_iter().flatten().map(String::as_str).collect();
+    let files = files.join(", ");
+    if machine.is_redirected() {
+        let found =
+            format!("unknown: whether {files} can be read; only a doctor on that machine can check it");
+        return (!files.is_empty()).then(|| Finding::note("server-options-unread", found));
+    }
+    // Without addresses: systemd may give the service its keys at the start, so that missing keys are no problem here.
+    match serve::check(options, &[]) {
+        Ok(_) if files.is_empty() => None,
+        Ok(_) => Some(Finding::ok("server-options", format!("{files} can be used"))),
+        Err(error) => Some(
+            Finding::problem("server-options-unusable", error.to_string())
+                .act(&format!("if a service uses the file that is named, {AS_SERVICE}")),
+        ),
+    }
 }
 
 /// The folder of conversations, if there is one.
@@ -35,9 +63,8 @@ fn conversations(machine: &Machine, options: &config::KvDisk) -> Option<Finding>
     }
     Some(match check_folder(path.as_ref()) {
         Ok(()) => Finding::ok("kv-disk", format!("conversations can be kept in {path}")),
-        Err(error) => Finding::problem("kv-disk-unusable", Error::from(error).to_string()).act(
-            "if a service uses the folder, check it as that service's user: sudo -u unicorn unicorn doctor",
-        ),
+        Err(error) => Finding::problem("kv-disk-unusable", Error::from(error).to_string())
+            .act(&format!("if a service uses the folder, {AS_SERVICE}")),
     })
 }
 
