@@ -47,7 +47,7 @@ pub use need::Need;
 pub use note::Note;
 pub use pipeline::Pipeline;
 pub use placement::{Class, MemoryKind, Placement};
-pub use recorder::{Arguments, CommandBuffer, INDIRECT_BYTES, Recorder, Submission};
+pub use recorder::{Arguments, CommandBuffer, INDIRECT_BYTES, MAX_WORKGROUPS, Recorder, Submission};
 pub use rehearsal::{Order, Rehearsal};
 pub(crate) use shader::sum_of_aligned;
 pub use shader::{Access, Shader};

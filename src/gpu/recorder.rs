@@ -32,6 +32,8 @@ use super::shader::Access;
 /// The most dispatches of a command buffer that are timed. The profile counts the others as untimed.
 const MAX_TIMED: u32 = 256;
 
+/// The most workgroups of a dispatch in each direction, which every Vulkan device allows.
+pub const MAX_WORKGROUPS: u32 = 65_535;
 /// Bytes of the workgroup counts that an indirect dispatch reads: three u32.
 pub const INDIRECT_BYTES: u64 = 12;
 
@@ -482,12 +484,12 @@ impl Recorder<'_> {
     /// place must use a single address.
     pub fn dispatch<A: Arguments>(&mut self, pipeline: &Pipeline, arguments: &A, groups: [u32; 3]) {
         let name = &pipeline.name;
-        assert!(groups.iter().all(|&g| g > 0 && g <= 65535), "{name}: {groups:?} workgroups");
+        assert!(groups.iter().all(|&g| g > 0 && g <= MAX_WORKGROUPS), "{name}: {groups:?} workgroups");
         self.dispatch_groups(pipeline, arguments, Groups::Direct(groups));
     }
 
     /// Like [`Recorder::dispatch`], but the device reads the workgroup counts from `groups` when the dispatch runs:
-    /// three u32, each at most 65535. If one is 0, no workgroup runs.
+    /// three u32, each at most [`MAX_WORKGROUPS`]. If one is 0, no workgroup runs.
     pub fn dispatch_indirect<A: Arguments>(&mut self, pipeline: &Pipeline, arguments: &A, groups: &Buffer) {
         self.dispatch_groups(pipeline, arguments, Groups::Indirect(groups.slice(0, INDIRECT_BYTES)));
     }

@@ -334,6 +334,8 @@ fn place(
     if limits.max_batch_tokens < options.max_batch_tokens {
         let why = if limits.max_batch_tokens == fit.context {
             "the context is no longer"
+        } else if limits.max_batch_tokens == request.dispatched_tokens() {
+            "a dispatch has no room for the experts of more"
         } else {
             "a layer of more would take the device for too long"
         };

@@ -21,8 +21,8 @@ use super::vision::TowerRequest;
 use super::weights::Weights;
 use super::{ImageLimits, KvLimits, KvPool, Limits, MAX_BIASES, first_seen};
 use crate::checkpoint::{CheckpointError, Tensor};
-use crate::gpu::INDIRECT_BYTES;
 use crate::gpu::placement::{self, Class, Machine, MemoryKind, Plan, Refusal, Request};
+use crate::gpu::{INDIRECT_BYTES, MAX_WORKGROUPS};
 use crate::kernels::{
     Activations, Bias, Embedding, Heads, Item, LOGPROB_WORDS, Matrix, Quantized, Room, Routing,
     SampleRequest, draw_words, mask_words, partial_width,
@@ -372,7 +372,15 @@ impl<'a> MemoryRequest<'a> {
         // An image is never split over steps, and does not wait until no other sequence needs tokens.
         let image = self.vision.map_or(0, |vision| vision.most_tokens() + TOKENS_BESIDE_IMAGE);
         let most = self.max_batch_tokens.max(image).min(bounded.max(MIN_BATCH_TOKENS).max(image));
-        most.min(self.longest_context())
+        most.min(self.dispatched_tokens()).min(self.longest_context())
+    }
+
+    /// The most tokens of a step whose pairs of a token and one of its experts fit into a dispatch: the kernels of a
+    /// mixture have a row of workgroups for each pair.
+    pub fn dispatched_tokens(&self) -> usize {
+        let mixtures = self.models().filter_map(|(_, config, _)| config.mixture);
+        let pairs = mixtures.map(|mixture| mixture.experts.per_token).max().unwrap_or(1);
+        MAX_WORKGROUPS as usize / pairs
     }
 
     /// Pools for `sequences` sequences of `context` tokens each.

@@ -114,6 +114,26 @@ fn plan(config: &ModelSpec, machine: &Machine, limits: Limits, context: usize) -
     plan
 }
 
+/// A dispatch has at most 65535 workgroups in a direction, and a mixture's kernels have one for each pair.
+#[test]
+fn a_step_has_no_more_pairs_than_a_dispatch_has_workgroups() {
+    let family = data("families/tiny-qwen3-moe");
+    let read = std::fs::read(family.join("config.json")).expect("readable");
+    for (per_token, tokens) in [(1, 8192), (7, 8192), (8, 8191)] {
+        let mut config: Value = serde_json::from_slice(&read).expect("JSON");
+        config["num_experts_per_tok"] = json!(per_token);
+        config["max_position_embeddings"] = json!(32_768);
+        let file = tempfile::NamedTempFile::new().expect("a file");
+        std::fs::write(file.path(), config.to_string()).expect("written");
+        let files = open_files(&family).and_then(|files| files.with_config(file.path())).expect("a model");
+        let spec = arch::load(&files).expect("a config").0;
+        let schemes = Schemes::uniform(&spec, Scheme::Bf16, Scheme::Bf16, Scheme::Bf16);
+        let request = MemoryRequest { max_batch_tokens: 8192, schemes, ..model_request(&spec) };
+        assert_eq!(request.batch_tokens(), tokens, "{per_token} experts of a token");
+        assert!(request.batch_tokens() * per_token <= 65_535);
+    }
+}
+
 fn published(name: &str) -> ModelSpec {
     arch::shape(name).unwrap().spec()
 }
