@@ -339,6 +339,51 @@ fn older_configs_are_read_as_newer_ones() {
     assert_eq!(old, new);
 }
 
+/// AutoGPTQ wrote quantize_config.json before transformers read GPTQ, with these fields.
+#[test]
+fn gptq_checkpoints_may_be_described_in_a_file_of_their_own() {
+    for variant in ["gptq-v1-g128-sym", "gptq-v1-g64", "gptq-v2-g128"] {
+        let source = folder_of(variant);
+        let mut config: Value = read_json(&source.join("config.json"));
+        let packing = config.as_object_mut().unwrap().remove("quantization_config").unwrap();
+        let mut old = json!({"damp_percent": 0.01, "true_sequential": true, "model_name_or_path": null});
+        for field in ["bits", "group_size", "desc_act", "sym"] {
+            old[field] = packing[field].clone();
+        }
+        if packing["checkpoint_format"] == "gptq_v2" {
+            old["checkpoint_format"] = json!("gptq_v2");
+        }
+        let weights = fs::read(source.join("model.safetensors")).unwrap();
+        let with = |old: Option<&Value>| {
+            let mut files = vec![
+                ("config.json", config.to_string().into_bytes()),
+                ("model.safetensors", weights.clone()),
+            ];
+            files.extend(old.map(|old| ("quantize_config.json", old.to_string().into_bytes())));
+            checkpoints::folder_of(&files)
+        };
+        let folder = with(Some(&old));
+        let (read, new) = (opened(folder.path()), opened(&source));
+        assert_eq!((read.format(), read.iter().len()), (new.format(), new.iter().len()), "{variant}");
+        for tensor in new.iter() {
+            let same = read.get(&tensor.name).unwrap().to_f32().unwrap();
+            assert_eq!(same, tensor.to_f32().unwrap(), "{variant}: {}", tensor.name);
+        }
+        let error = refusal(with(None).path());
+        assert!(error.contains("config.json has no quantization_config"), "{variant}: {error}");
+        let others = [
+            (json!([]), "is a list; expected an object"),
+            (json!({"quant_method": "awq", "bits": 4}), "quant_method is \"awq\"; expected \"gptq\""),
+            (json!({"bits": 3}), "bits is 3; expected 4 or 8"),
+            (json!({"bits": 4, "checkpoint_format": "marlin"}), "checkpoint_format is \"marlin\"; expected"),
+        ];
+        for (old, expected) in others {
+            let error = refusal(with(Some(&old)).path());
+            assert!(error.contains(&format!("quantize_config.json: {expected}")), "{variant}: {error}");
+        }
+    }
+}
+
 #[test]
 fn unsupported_quantization_configs_are_refused_with_the_field() {
     // A format, the place of one field, and its value; or a whole config.

@@ -62,6 +62,17 @@ impl Method {
         method.map(Some)
     }
 
+    /// Reads the `quantize_config.json` of older AutoGPTQ checkpoints, which has the fields of GPTQ's
+    /// `quantization_config`, and often no method.
+    pub(super) fn read_quantize_config(config: &Value) -> Result<Method, String> {
+        let Value::Object(object) = config else {
+            return Err(format!("is {}; expected an object", show(config)));
+        };
+        let object = Fields { path: String::new(), object };
+        object.is_text("quant_method", "gptq", true)?;
+        Self::read_gptq(&object)
+    }
+
     fn read_gptq(object: &Fields) -> Result<Self, String> {
         let by_gptqmodel =
             object.object.get("meta").and_then(|meta| meta.get("quantizer")).is_some_and(|by| {
@@ -385,9 +396,9 @@ impl<'a> Parts<'a> {
 /// (The wrong part, the problem).
 pub(super) type PartError = (PartKind, String);
 
-/// An object of config.json.
+/// An object of config.json, or all of quantize_config.json.
 struct Fields<'a> {
-    /// The path of the object, for messages.
+    /// The path of the object, for messages; empty for the whole file.
     path: String,
     object: &'a Map<String, Value>,
 }
@@ -406,7 +417,8 @@ impl<'a> Fields<'a> {
     }
 
     fn unlike(&self, name: &str, found: impl fmt::Display, expected: impl fmt::Display) -> String {
-        format!("{}.{name} is {found}; expected {expected}", self.path)
+        let path = if self.path.is_empty() { String::new() } else { format!("{}.", self.path) };
+        format!("{path}{name} is {found}; expected {expected}")
     }
 
     fn text(&self, name: &str) -> Result<Option<&'a str>, String> {

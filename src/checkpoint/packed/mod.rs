@@ -17,12 +17,13 @@
 //!
 //! Refuses other methods and formats, bits other than 4 and 8, groups that are not a multiple of the device's block,
 //! activation order (a `g_idx` other than the trivial one), quantized activations, and parts whose shapes contradict
-//! each other or `quantization_config`.
+//! each other or `quantization_config`. Older AutoGPTQ checkpoints have the fields of `quantization_config` in a file of
+//! their own, `quantize_config.json`.
 
 use std::collections::{BTreeMap, HashMap};
 
 use super::error::CheckpointError;
-use super::files::ModelFiles;
+use super::files::{ModelFiles, parse_config};
 use super::format::Format;
 use super::table::{Entry, Span, Stored, Table};
 
@@ -35,15 +36,22 @@ pub use method::PACKING_FIELDS;
 use matrix::Layout;
 use method::{Method, PartKind, Parts, StoredPart};
 
-/// Joins the parts of each packed matrix into one tensor, with the method from config.json. Reads all scales and zero
-/// points. Returns the format; `None` if nothing is packed.
+/// The file in which AutoGPTQ described a checkpoint before config.json had `quantization_config`.
+const QUANTIZE_CONFIG: &str = "quantize_config.json";
+
+/// Joins the parts of each packed matrix into one tensor, with the method from config.json, or from quantize_config.json.
+/// Reads all scales and zero points. Returns the format; `None` if nothing is packed.
 pub(super) fn join(table: &mut Table, files: &ModelFiles) -> Result<Option<Format>, CheckpointError> {
     let method = match files.config()? {
         None => None,
         Some(config) => Method::read(&config)
             .map_err(|problem| CheckpointError::file(files.display("config.json"), problem))?,
     };
-    let Some(method) = &method else { return refuse_packed(table).map(|()| None) };
+    let method = match method {
+        None => undescribed(table, files)?,
+        Some(method) => Some(method),
+    };
+    let Some(method) = &method else { return Ok(None) };
     // Sorted by name, so that messages are the same in every run.
     let mut matrices: BTreeMap<String, [Option<usize>; 5]> = BTreeMap::new();
     for (index, entry) in table.tensors.iter().enumerate() {
@@ -104,14 +112,18 @@ fn join_parts(
     })
 }
 
-/// Refuses parts of packed matrices if config.json has no `quantization_config`.
-fn refuse_packed(table: &Table) -> Result<(), CheckpointError> {
-    let packed = |entry: &&Entry| entry.name.ends_with(".qweight") || entry.name.ends_with(".weight_packed");
-    match table.tensors.iter().find(packed) {
-        None => Ok(()),
-        Some(entry) => {
-            let problem = "is a packed matrix, but config.json has no quantization_config";
-            Err(CheckpointError::tensor(&table.files[entry.file].display, &entry.name, problem))
-        }
-    }
+/// The method of a checkpoint whose config.json has none; `None` if nothing is packed. Only GPTQ checkpoints have a file
+/// of their own for it.
+fn undescribed(table: &Table, files: &ModelFiles) -> Result<Option<Method>, CheckpointError> {
+    let is_packed =
+        |entry: &&Entry| entry.name.ends_with(".qweight") || entry.name.ends_with(".weight_packed");
+    let Some(packed) = table.tensors.iter().find(is_packed) else { return Ok(None) };
+    let file = if packed.name.ends_with(".qweight") { files.read(QUANTIZE_CONFIG)? } else { None };
+    let Some(bytes) = file else {
+        let problem = "is a packed matrix, but config.json has no quantization_config";
+        return Err(CheckpointError::tensor(&table.files[packed.file].display, &packed.name, problem));
+    };
+    let display = files.display(QUANTIZE_CONFIG);
+    let method = Method::read_quantize_config(&parse_config(&bytes, &display)?);
+    Ok(Some(method.map_err(|problem| CheckpointError::file(display, problem))?))
 }
