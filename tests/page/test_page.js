@@ -672,23 +672,6 @@ const tests = {
     await context.close();
   },
 
-  async the_conversation_of_an_older_page_is_migrated() {
-    const context = await browser.newContext();
-    context.setDefaultTimeout(WAIT_MS);
-    const turns = [{ role: "user", text: "An old question" }, { role: "assistant", text: "An old **answer**", state: "done", note: "2 tokens" }];
-    const page = await openIn(context, (page) => page.addInitScript((turns) => {
-      if (!sessionStorage.getItem("seen")) sessionStorage.setItem("unicorn.turns", turns);
-      sessionStorage.setItem("seen", "1");
-    }, JSON.stringify(turns)));
-    same(await page.locator(".answer strong").innerText(), "answer", "the old answer");
-    await listed(page, ["An old question"]);
-    same(await page.evaluate(() => sessionStorage.getItem("unicorn.turns")), null, "the storage of the older page");
-    await page.close();
-    const other = await openIn(context);
-    await listed(other, ["An old question"]);
-    same([page.problems, other.problems], [[], []], "complaints");
-  },
-
   async a_thought_is_shown_folded_and_is_not_sent_again() {
     const page = await open();
     const thinks = (thought) => ({ choices: [{ index: 0, delta: { reasoning_content: thought, reasoning: thought }, finish_reason: null }] });

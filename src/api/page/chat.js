@@ -14,7 +14,6 @@ import * as conversations from "./conversations.js";
 import { render } from "./markdown.js";
 import { say } from "./notice.js";
 import * as pictures from "./pictures.js";
-import { forget, recall } from "./store.js";
 
 /** Pixels from the end within which a reader counts as reading along. */
 const READING_ALONG = 80;
@@ -87,7 +86,6 @@ export function start(fields, name, switched, unsaved) {
   setInterval(expectWriter, ASK_WRITER_MS);
   // A tab may be closed at any time that it is hidden.
   document.addEventListener("visibilitychange", () => document.hidden && writing.forEach((_, one) => keep(one)));
-  takeOver();
   if (idInAddress()) open(idInAddress());
 }
 
@@ -514,14 +512,4 @@ function becomeOther(conversation) {
   conversation.id = conversations.newId();
   conversation.version = 0;
   interrupt(conversation, false);
-}
-
-/** Saves the conversation that an older page left in this tab's own storage. */
-function takeOver() {
-  const turns = recall("session", "turns");
-  forget("session", "turns");
-  if (!conversations.areSound(turns) || turns.length === 0) return;
-  for (const turn of turns) if (turn.role === "assistant") turn.state ??= "stopped";
-  showConversation(fresh(turns));
-  keep(shown);
 }

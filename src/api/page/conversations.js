@@ -52,7 +52,7 @@ export async function loadAll() {
   return inOrder(all).map((about) => ({ ...about, turns: turns.get(about.id) })).filter((one) => areSound(one.turns));
 }
 
-export function areSound(turns) {
+function areSound(turns) {
   const isPicture = (one) => typeof one?.name === "string" && /^data:image\//.test(one.url);
   const areNoneOrPictures = (images) => images === undefined || (Array.isArray(images) && images.every(isPicture));
   const isSound = (turn) => ["user", "assistant"].includes(turn?.role) && typeof turn.text === "string" && areNoneOrPictures(turn.images);

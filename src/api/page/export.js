@@ -64,7 +64,7 @@ export function asMarkdown({ title, changed_ms: changed, turns }) {
   return `${parts.join("\n\n")}\n`;
 }
 
-/** The last answer whose model is known. Answers that an older page kept name none. */
+/** The last answer whose model is known. */
 const lastAnswer = (turns) => turns.findLast(({ model }) => model) ?? {};
 
 /** One line in which no character is markup. */
