@@ -251,6 +251,26 @@ const tests = {
     same(page.problems, [], "complaints");
   },
 
+  async answers_and_code_are_copied() {
+    const context = await browser.newContext({ permissions: ["clipboard-read", "clipboard-write"] });
+    context.setDefaultTimeout(WAIT_MS);
+    const page = await openIn(context);
+    const text = "Run *this*:\n\n```sh\nls  -l\n```";
+    await script(page, says(text), STOP, DONE);
+    await ask(page, "Hello");
+    await answered(page);
+    for (const [button, copied] of [["[data-act=copy]", text], ["[data-copy=code]", "ls  -l"]]) {
+      await page.click(button);
+      await until(async () => (await page.innerText(button)) === "Copied", "it says so");
+      same(await page.evaluate(() => navigator.clipboard.readText()), copied, button);
+      // The label comes back after a second click, too.
+      await page.click(button);
+      await sleep(2000);
+      same(await page.innerText(button), "Copy", button);
+    }
+    same(page.problems, [], "complaints");
+  },
+
   async parameters_are_sent_only_if_set() {
     const page = await open();
     await isState(page, "ok");

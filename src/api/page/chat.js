@@ -460,9 +460,8 @@ async function copy(button, text) {
     area.remove();
     button.focus();
   }
-  const label = button.textContent;
   button.textContent = done ? "Copied" : "Copy failed";
-  setTimeout(() => (button.textContent = label), 1500);
+  setTimeout(() => (button.textContent = "Copy"), 1500);
 }
 
 // --- what is kept ---------------------------------------------------------------------------------------
