@@ -251,6 +251,34 @@ const tests = {
     same(page.problems, [], "complaints");
   },
 
+  async an_unsent_message_survives_edits_and_regeneration() {
+    const page = await open();
+    await script(page, says("An answer."), STOP, DONE);
+    await ask(page, "First");
+    await answered(page);
+    const draft = "Not sent yet";
+    await page.fill("#input", draft);
+    await page.click("[data-act=again]");
+    await answered(page);
+    same(await page.inputValue("#input"), draft, "after a regeneration");
+    await page.click("[data-act=edit]");
+    same(await page.inputValue("#input"), "First", "the edited message");
+    await page.click("#stop-editing");
+    same(await page.inputValue("#input"), draft, "after Cancel");
+    await page.click("[data-act=edit]");
+    await page.click("[data-act=again]");
+    await answered(page);
+    same([await page.inputValue("#input"), await page.locator("#editing").isVisible()], [draft, false], "after a regeneration during an edit");
+    await page.click("[data-act=edit]");
+    await ask(page, "Changed");
+    await answered(page);
+    same([await page.inputValue("#input"), await page.locator(".user .text").allInnerTexts()], [draft, ["Changed"]], "after the edited message was sent");
+    await page.keyboard.press("Enter");
+    await answered(page);
+    same([await page.inputValue("#input"), await page.locator(".user .text").allInnerTexts()], ["", ["Changed", draft]], "after it was sent");
+    same(page.problems, [], "complaints");
+  },
+
   async answers_and_code_are_copied() {
     const context = await browser.newContext({ permissions: ["clipboard-read", "clipboard-write"] });
     context.setDefaultTimeout(WAIT_MS);

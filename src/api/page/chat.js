@@ -40,8 +40,9 @@ let parameters = () => ({});
 let nameModel = async () => "";
 let onSwitch = () => {};
 let onUnsaved = () => {};
-/** Index of the turn that the composer holds for editing. */
+/** Index of the turn that the composer holds for editing, and what the composer held before: {text, images}. */
 let edited;
+let draft;
 
 function fresh(turns = []) {
   return { id: conversations.newId(), title: "", version: 0, turns };
@@ -72,9 +73,9 @@ export function start(fields, name, switched, unsaved) {
   document.addEventListener("keydown", (event) => {
     if (event.key !== "Escape" || document.querySelector("dialog[open]")) return;
     if (writing.has(shown)) writing.get(shown).abort();
-    else if (edited !== undefined) edit();
+    else stopEditing();
   });
-  document.querySelector("#stop-editing").addEventListener("click", () => edit());
+  document.querySelector("#stop-editing").addEventListener("click", stopEditing);
   log.addEventListener("click", act);
   for (const suggestion of document.querySelectorAll("#welcome button")) {
     suggestion.addEventListener("click", () => {
@@ -130,7 +131,7 @@ export async function open(id) {
 }
 
 function showConversation(conversation) {
-  if (edited !== undefined) edit(); // what is written for a new turn stays
+  stopEditing();
   cut(0);
   shown = conversation;
   shown.turns.forEach(show);
@@ -188,7 +189,7 @@ export async function hear({ id, version, asked, isBeingWritten }, own) {
   if (!found || shown !== conversation || writing.has(shown)) return;
   interrupt(found, isBeingWritten);
   const sameUntil = found.turns.findIndex((turn, i) => turn.text !== shown.turns[i]?.text);
-  if (edited !== undefined && sameUntil >= 0 && sameUntil <= edited) edit();
+  if (edited !== undefined && sameUntil >= 0 && sameUntil <= edited) stopEditing();
   follow(() => {
     cut(Math.min(log.children.length, found.turns.length));
     shown = found;
@@ -214,8 +215,11 @@ function ask() {
     becomeOther(shown);
     fill(log.lastElementChild, shown.turns.at(-1));
   }
-  if (edited !== undefined) forgetFrom(edited);
-  edit();
+  if (edited === undefined) compose({ text: "" });
+  else {
+    forgetFrom(edited);
+    stopEditing();
+  }
   add({ role: "user", text, ...(images.length && { images }) });
   answer();
 }
@@ -370,21 +374,33 @@ function act(event) {
   if (act === "copy") copy(button, shown.turns[index].text);
   if (act === "edit" && !writing.has(shown)) edit(index);
   if (act === "again" && !writing.has(shown)) {
-    edit();
+    stopEditing();
     forgetFrom(index);
     answer();
     input.focus();
   }
 }
 
-/** Puts a turn into the composer; what follows it goes when it is sent. Without an index, an empty composer. */
+/** Puts a turn into the composer; what follows it goes when it is sent. */
 function edit(index) {
+  if (edited === undefined) draft = { text: input.value, images: pictures.held() };
   edited = index;
-  editing.hidden = index === undefined;
-  input.value = index === undefined ? "" : shown.turns[index].text;
-  pictures.hold((index !== undefined && shown.turns[index].images) || []);
+  compose(shown.turns[index]);
+  input.focus();
+}
+
+/** Puts back what was written for a new turn before one was edited. */
+function stopEditing() {
+  if (edited === undefined) return;
+  edited = undefined;
+  compose(draft);
+}
+
+function compose({ text, images = [] }) {
+  editing.hidden = edited === undefined;
+  input.value = text;
+  pictures.hold(images);
   grow();
-  if (index !== undefined) input.focus();
 }
 
 /** Takes a turn and all that follow it from the conversation that is shown; a copy with them is offered. */
