@@ -251,6 +251,23 @@ const tests = {
     same(page.problems, [], "complaints");
   },
 
+  async keys_of_an_input_method_neither_send_nor_stop() {
+    const page = await open();
+    await page.route("**/v1/chat/completions", () => {}); // an answer that never begins
+    await page.fill("#input", "Hello");
+    const press = (key, by) => page.locator("#input").dispatchEvent("keydown", { key, ...by, bubbles: true, cancelable: true });
+    const ways = [{ isComposing: true }, { keyCode: 229 }];
+    for (const way of ways) await press("Enter", way);
+    same(await page.locator(".turn").count(), 0, "turns while a word is composed");
+    await press("Enter", {});
+    await until(async () => (await page.innerText("#send")) === "Stop", "the question is sent");
+    for (const way of ways) await press("Escape", way);
+    await sleep(300);
+    same(await page.innerText("#send"), "Stop", "the button while a word is composed");
+    await press("Escape", {});
+    await answered(page, "stopped");
+  },
+
   async an_unsent_message_survives_edits_and_regeneration() {
     const page = await open();
     await script(page, says("An answer."), STOP, DONE);

@@ -64,14 +64,13 @@ export function start(fields, name, switched, unsaved) {
     else ask();
   });
   input.addEventListener("keydown", (event) => {
-    // While an input method composes, Enter chooses a word.
-    if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+    if (event.key !== "Enter" || event.shiftKey || isComposing(event)) return;
     event.preventDefault();
     if (!writing.has(shown)) ask();
   });
   input.addEventListener("input", grow);
   document.addEventListener("keydown", (event) => {
-    if (event.key !== "Escape" || document.querySelector("dialog[open]")) return;
+    if (event.key !== "Escape" || isComposing(event) || document.querySelector("dialog[open]")) return;
     if (writing.has(shown)) writing.get(shown).abort();
     else stopEditing();
   });
@@ -89,6 +88,9 @@ export function start(fields, name, switched, unsaved) {
   document.addEventListener("visibilitychange", () => document.hidden && writing.forEach((_, one) => keep(one)));
   if (idInAddress()) open(idInAddress());
 }
+
+/** Whether a key is for the input method. Safari reports its last one after the composition, with the code 229. */
+export const isComposing = (event) => event.isComposing || event.keyCode === 229;
 
 export function setModel(id) {
   model = id;

@@ -23,8 +23,7 @@ export async function start(opened) {
   list.addEventListener("click", act);
   list.addEventListener("keydown", (event) => {
     const { target, key } = event;
-    // While an input method composes, both keys are its own.
-    if (target.localName !== "input" || !["Enter", "Escape"].includes(key) || event.isComposing) return;
+    if (target.localName !== "input" || !["Enter", "Escape"].includes(key) || chat.isComposing(event)) return;
     event.preventDefault(); // Enter would press the button that gets the focus
     event.stopPropagation(); // and Escape stops no answer
     const row = target.closest("li");
