@@ -976,6 +976,12 @@ const tests = {
     await page.fill("#key", "wrong");
     await page.keyboard.press("Enter");
     await until(async () => (await page.innerText("#key-form")).includes("does not accept"), "the refusal");
+    for (const [key, code] of [["ses ame", "U+0020"], ["sesame\u200b", "U+200B"], ["ключ", "U+043A"]]) {
+      await page.fill("#key", key);
+      await page.keyboard.press("Enter");
+      await until(async () => (await page.innerText("#key-form")).includes(code), `what is wrong with ${JSON.stringify(key)}`);
+    }
+    await isState(page, "locked");
     await page.fill("#key", "sesame");
     await page.keyboard.press("Enter");
     await isState(page, "ok");

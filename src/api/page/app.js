@@ -23,6 +23,13 @@ whenKeyIsWanted((refused) => {
 
 $("#key-form").addEventListener("submit", (event) => {
   event.preventDefault();
+  const wrong = $("#key").value.trim().match(/[^!-~]/u)?.[0];
+  if (wrong) {
+    // A browser does not send it.
+    const code = wrong.codePointAt(0).toString(16).toUpperCase().padStart(4, "0");
+    $("#key-form label").textContent = `This is no API key: it has the character U+${code}, and a key is letters, digits and signs of ASCII, without blanks.`;
+    return;
+  }
   setKey($("#key").value);
   $("#key").value = "";
   $("#key-form").hidden = true; // it comes back if the server says so
