@@ -1100,6 +1100,18 @@ const tests = {
         // The choice is remembered.
         await page.reload();
         await until(async () => (await page.inputValue("#models")) === "bee", "the chosen model");
+        // What another tab chooses is for new tabs, and the list of models is asked for again when the state changes.
+        const second = await openIn(page.context());
+        await until(async () => (await second.inputValue("#models")) === "bee", "the model of the new tab");
+        await second.selectOption("#models", "ant");
+        await page.route("**/status", (route) => route.fulfill({ json: { status: "loading" } }));
+        const [named] = await Promise.all([page.waitForResponse("**/v1/models"), isState(page, "loading")]);
+        await named.finished();
+        await page.unroute("**/status");
+        await isState(page, "ok");
+        same(await page.inputValue("#models"), "bee", "the model of the first tab");
+        await second.selectOption("#models", "bee");
+        await second.close();
         if (width === 390) await page.click("#tab-status");
         const rows = page.locator("#library li");
         await until(async () => (await rows.count()) === 2, "a row for each model");

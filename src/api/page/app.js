@@ -103,15 +103,16 @@ for (const tab of tabs) {
 
 /** The models that read pictures. */
 let readers = new Set();
+/** The model that this tab asks. */
+let used;
 
-/** Asks for the names of the models, and shows the one that was chosen last. The list is there while a model loads. */
+/** Asks for the names of the models, which are there while a model loads. A new tab asks the model that was chosen last. */
 async function nameModel() {
   const { data } = await getJson("v1/models");
   // An alias is listed too, with the id of its model.
   const ids = data.filter(({ id, display_name: own }) => (own ?? id) === id).map(({ id }) => id);
   readers = new Set(data.filter((one) => one.architecture?.input_modalities?.includes("image")).map(({ id }) => id));
-  const last = recall("local", "model");
-  const id = ids.includes(last) ? last : ids[0];
+  const id = [used, recall("local", "model")].find((one) => ids.includes(one)) ?? ids[0];
   const several = ids.length > 1;
   $("#model").textContent = several ? "" : id;
   $("#models").hidden = !several;
@@ -121,6 +122,7 @@ async function nameModel() {
 }
 
 function useModel(id) {
+  used = id;
   document.title = `${id} · Unicorn`;
   chat.setModel(id);
   pictures.allow(readers.has(id));
