@@ -1030,6 +1030,21 @@ const tests = {
       for (const colorScheme of ["light", "dark"]) {
         const page = await open({ viewport: { width, height }, colorScheme, reducedMotion: "reduce" });
         await isState(page, "ok");
+        // A long name leaves room for the rest of the header, and the choice of a model can be seen and pressed.
+        for (const names of [["n".repeat(90)], ["n".repeat(90), "bee"]]) {
+          await page.route("**/v1/models", (route) => route.fulfill({ json: { data: names.map((id) => ({ id })) } }));
+          await page.reload();
+          const name = names.length > 1 ? "#models" : "#model";
+          await page.locator(name).waitFor();
+          const inside = await page.evaluate((name) => [name, "#state", "#new-chat"].map((what) => {
+            const { left, right, top, bottom } = document.querySelector(what).getBoundingClientRect();
+            return right - left > 50 && document.elementFromPoint((left + right) / 2, (top + bottom) / 2).closest(what) !== null;
+          }), name);
+          same(inside, [true, true, true], `what is seen of the header at ${width}, of ${names.length} models`);
+          await page.unroute("**/v1/models");
+        }
+        await page.reload();
+        await until(async () => (await page.innerText("#model")) === "unicorn-demo", "the page names the model");
         const long = `$$${"x_1 + ".repeat(60)}x$$\n\n- [x] Done, $${"y".repeat(40)}$\n\n${"A word. ".repeat(40)}\n\n\`\`\`\n${"code ".repeat(60)}\n\`\`\`\n\n|${"cell |".repeat(20)}\n|${"-|".repeat(20)}\n\n${"x".repeat(300)}`;
         await script(page, says(long), STOP, DONE);
         await ask(page, "y".repeat(300));
