@@ -1022,6 +1022,10 @@ const tests = {
     const nameless = await page.evaluate(() => [...document.querySelectorAll("input, textarea, button")]
       .filter((node) => !node.labels?.length && !node.textContent.trim() && !node.ariaLabel).map((node) => node.outerHTML));
     same(nameless, [], "controls without a name");
+    // A screen reader says these, and not a figure that changes all the time. An `output` is a live region, too.
+    const live = await page.evaluate(() => [...document.querySelectorAll("output, [role=status], [role=alert], [role=log], [aria-live]")]
+      .filter((node) => node.ariaLive !== "off").map((node) => node.id));
+    same(live, ["state", "notice", "said"], "live regions");
     same(page.problems, [], "complaints");
   },
 
