@@ -477,6 +477,23 @@ const tests = {
     same(page.problems, [], "complaints");
   },
 
+  async the_way_back_passes_a_deleted_conversation() {
+    const page = await open();
+    await script(page, says("An answer."), STOP, DONE);
+    for (const question of ["First", "Second"]) {
+      await page.click("#new-chat");
+      await ask(page, question);
+      await answered(page);
+    }
+    await page.click("[data-act=delete] >> visible=true");
+    await listed(page, ["First"]);
+    await page.evaluate(() => history.back());
+    await until(async () => (await page.innerText("#notice")).includes("is not stored"), "it says that the conversation is gone");
+    await page.evaluate(() => history.back());
+    await until(async () => (await page.locator(".user .text").allInnerTexts()).join() === "First", "the conversation before it");
+    same(page.problems, [], "complaints");
+  },
+
   async a_title_is_changed_with_the_keyboard_alone() {
     for (const width of [1280, 390]) {
       const page = await open({ viewport: { width, height: 800 } });

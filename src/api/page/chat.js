@@ -101,6 +101,7 @@ export function setModel(id) {
 
 // The address names the conversation, so that a page that is loaded again, a bookmark and the browser's way back find it.
 const idInAddress = () => location.hash.slice(1);
+const addressOfNone = () => location.pathname + location.search;
 
 export const shownId = () => shown.id;
 
@@ -112,7 +113,7 @@ export const beingWritten = () => new Set([...writing.keys()].map((one) => one.i
 
 /** An empty conversation. Nothing is saved before the first question. */
 export function startNew() {
-  if (idInAddress()) history.pushState(null, "", location.pathname + location.search);
+  if (idInAddress()) history.pushState(null, "", addressOfNone());
   showConversation(fresh());
   input.focus();
 }
@@ -124,6 +125,8 @@ export async function open(id) {
   const found = here ?? (id ? await conversations.load(id).catch(() => undefined) : fresh());
   if (!found) {
     say("This conversation is not stored in this browser.");
+    // Otherwise the way back would end here.
+    if (idInAddress() === id) history.replaceState(null, "", addressOfNone());
     return startNew();
   }
   if (idInAddress() !== id) history.pushState(null, "", `#${id}`);
