@@ -812,7 +812,7 @@ const tests = {
       const box = document.createElement("div");
       for (let n = 0; n < text.length; n++) render(box, text.slice(0, n), true); // as during a stream
       render(box, text);
-      return box.innerHTML.replace(/ (type|data-copy|tabindex|target|rel|title)="[^"]*"/g, "");
+      return box.innerHTML.replace(/ (type|data-copy|tabindex|target|rel|title|dir)="[^"]*"/g, "");
     }, text);
     const code = (language, html) => `<div class="code"><div><span>${language}</span><button>Copy</button></div><pre><code>${html}</code></pre></div>`;
     const math = (html) => `<span class="math"><math>${html}</math></span>`;
@@ -852,7 +852,7 @@ const tests = {
       (await import("/page/markdown.js")).render(box, "$$\n\\frac{a_1}{b_2} *c*", true);
       return box.innerHTML;
     });
-    same(unfinished, '<div class="math display source" tabindex="0"><code>$$\n\\frac{a_1}{b_2} *c*</code></div>', "an unfinished formula");
+    same(unfinished, '<div class="math display source" tabindex="0" dir="auto"><code>$$\n\\frac{a_1}{b_2} *c*</code></div>', "an unfinished formula");
     const link = await page.evaluate(async () => {
       const box = document.createElement("div");
       (await import("/page/markdown.js")).render(box, "[l](https://a.b/c)");
@@ -861,6 +861,32 @@ const tests = {
     });
     same(link, ["_blank", "noopener noreferrer", "https://a.b/c"], "a link");
     same([page.problems, page.foreign], [[], []], "complaints and requests elsewhere");
+  },
+
+  async text_has_the_direction_of_its_script() {
+    const page = await open();
+    const arabic = "مرحبا بالعالم `a.b()` (1)!";
+    const markdown = `Hello (1)!\n\n${arabic}\n\n- ${arabic}\n- [x] ${arabic}\n\n> ${arabic}\n\n|${arabic}|${arabic}|\n|-|-|\n|1|2|\n\n\`\`\`\n# ${arabic}\n\`\`\`\n\n$$x$$`;
+    await script(page, { choices: [{ index: 0, delta: { reasoning_content: arabic }, finish_reason: null }] }, says(markdown), STOP, DONE);
+    await page.fill("#input", arabic);
+    const directions = (selector) => page.locator(selector).evaluateAll((nodes) => nodes.map((node) => getComputedStyle(node).direction));
+    same(await directions("#input"), ["rtl"], "the composer");
+    await page.keyboard.press("Enter");
+    await answered(page);
+    same(await directions(".user .text"), ["rtl"], "the question");
+    same(await directions("details div"), ["rtl"], "the thought");
+    same(await directions(".answer .text > *"), ["ltr", "rtl", "rtl", "rtl", "rtl", "ltr", "ltr"], "the blocks of the answer");
+    same([...new Set(await directions(".answer .text code"))], ["ltr"], "code");
+    await listed(page, [arabic]);
+    same(await directions("#conversations span"), ["rtl"], "the title");
+    same(await page.evaluate(() => {
+      const box = document.querySelector(".answer .text p + p");
+      const range = document.createRange();
+      range.selectNodeContents(box);
+      return Math.round(range.getBoundingClientRect().right - box.getBoundingClientRect().right);
+    }), 0, "pixels between the text and the right edge");
+    await picture(page, "directions");
+    same(page.problems, [], "complaints");
   },
 
   async streamed_markdown_ends_like_complete_markdown() {

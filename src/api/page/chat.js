@@ -359,6 +359,7 @@ function showThought(node, { thought, text, state }) {
   if (!box) {
     box = document.createElement("details");
     box.append(document.createElement("summary"), document.createElement("div"));
+    box.lastChild.dir = "auto";
     node.prepend(box);
   }
   box.firstChild.textContent = state === "writing" && !text ? "Thinking…" : "Thought";

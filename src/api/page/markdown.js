@@ -144,7 +144,7 @@ function split(text, start, unfinished) {
 
 // --- tokens to nodes ------------------------------------------------------------------------------------
 
-/** The node of one block. */
+/** The node of one block, whose text has the direction of its script: an answer may have blocks of both. */
 function nodesOf(tokens, spent) {
   const root = document.createDocumentFragment();
   const open = [root];
@@ -169,6 +169,7 @@ function nodesOf(tokens, spent) {
     parent.append(node);
     if (token.nesting > 0) open.push(node.localName === "div" ? node.firstElementChild : node);
   }
+  root.firstElementChild.dir = "auto";
   return root.firstElementChild;
 }
 
