@@ -1083,6 +1083,10 @@ const tests = {
           await page.reload();
           const name = names.length > 1 ? "#models" : "#model";
           await page.locator(name).waitFor();
+          same(await page.evaluate(() => {
+            const { scrollHeight, clientHeight } = document.querySelector("#input");
+            return scrollHeight - clientHeight;
+          }), 0, `pixels of the composer's placeholder that are cut off at ${width}`);
           const inside = await page.evaluate((name) => [name, "#state", "#new-chat"].map((what) => {
             const { left, right, top, bottom } = document.querySelector(what).getBoundingClientRect();
             return right - left > 50 && document.elementFromPoint((left + right) / 2, (top + bottom) / 2).closest(what) !== null;
