@@ -1157,6 +1157,7 @@ const tests = {
         const page = await open({ viewport: { width, height: 800 } });
         await isState(page, width === 1280 ? "unloaded" : "ok");
         same(await page.locator("#models option").allInnerTexts(), ["ant", "bee"], "the models");
+        same(await page.evaluate(() => getComputedStyle(document.querySelector("#library")).opacity), "1", "the opacity of buttons that work");
         await page.selectOption("#models", "bee");
         await ask(page, "What is the capital of France?");
         check((await answered(page)).includes("Paris"), await answered(page));
@@ -1317,6 +1318,7 @@ const tests = {
     await server.end("SIGKILL");
     check((await answered(page, "failed")).length > 20, "what was written stays");
     await isState(page, "away");
+    check(await page.evaluate(() => Number(getComputedStyle(document.querySelector("#speed")).opacity) < 1), "earlier figures are pale");
     await picture(page, "away");
     server.start();
     await isState(page, "ok");

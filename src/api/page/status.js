@@ -69,6 +69,7 @@ export async function look() {
   }
   if (own.signal.aborted) return;
   showState(seen);
+  $("#status").classList.toggle("stale", !seen.body); // what is shown there is what was told before
   timer = setTimeout(look, state === "away" ? AWAY_MS : EVERY_MS);
   if (seen.body) showFigures(seen.body);
 }
@@ -81,7 +82,6 @@ function showState({ state: now, message }) {
   if (state !== was) $("#state").textContent = STATES[state];
   $("#trouble").hidden = state === "ok";
   $("#trouble").textContent = message ?? TROUBLES[state] ?? "";
-  $("#status").classList.toggle("stale", state !== "ok");
   if (state !== was && state !== "away" && state !== "locked") onReachable();
   if (state === "away") before = undefined; // another server may answer next
 }
