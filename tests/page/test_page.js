@@ -155,6 +155,16 @@ const tests = {
     same(page.problems, [], "complaints");
   },
 
+  async a_question_is_stopped_before_the_model_name_is_known() {
+    const context = await browser.newContext();
+    context.setDefaultTimeout(WAIT_MS);
+    const page = await openIn(context, (page) => page.route("**/v1/models", () => {})); // it is never answered
+    await ask(page, "What is the capital of France?");
+    await page.click("#send >> text=Stop");
+    await answered(page, "stopped");
+    same(page.problems, [], "complaints");
+  },
+
   async the_status_shows_what_the_server_reports() {
     const page = await open();
     for (const question of ["What is the capital of France?", "What is the capital of Spain?"]) {

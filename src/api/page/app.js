@@ -107,8 +107,8 @@ let readers = new Set();
 let used;
 
 /** Asks for the names of the models, which are there while a model loads. A new tab asks the model that was chosen last. */
-async function nameModel() {
-  const { data } = await getJson("v1/models");
+async function nameModel(signal) {
+  const { data } = await getJson("v1/models", signal);
   // An alias is listed too, with the id of its model.
   const ids = data.filter(({ id, display_name: own }) => (own ?? id) === id).map(({ id }) => id);
   readers = new Set(data.filter((one) => one.architecture?.input_modalities?.includes("image")).map(({ id }) => id));

@@ -254,7 +254,7 @@ async function write(conversation, own) {
   let saved = began;
   try {
     // A question may come before the page has heard the model's name.
-    const named = model || (await nameModel());
+    const named = model || (await nameModel(own.signal));
     turn.model = named;
     for await (const chunk of streamChat({ model: named, messages, ...fields }, own.signal)) {
       const choice = chunk.choices?.[0];
