@@ -165,6 +165,21 @@ const tests = {
     same(page.problems, [], "complaints");
   },
 
+  async another_model_after_a_restart_that_the_page_did_not_see_is_asked() {
+    const context = await browser.newContext();
+    context.setDefaultTimeout(WAIT_MS);
+    let name = "before";
+    const page = await openIn(context, async (page) => {
+      await page.route("**/v1/models", (route) => route.fulfill({ json: { data: [{ id: name }] } }));
+      await page.route("**/status", (route) => route.fulfill({ json: { status: "ok", model: { id: name } } }));
+    });
+    for (name of ["before", "after"]) await until(async () => (await page.innerText("#model")) === name, `the model is ${name}`);
+    await script(page, says("An answer."), STOP, DONE);
+    const [asked] = await Promise.all([page.waitForRequest("**/v1/chat/completions"), ask(page, "Hello")]);
+    same(asked.postDataJSON().model, "after", "the model that is asked");
+    same(page.problems, [], "complaints");
+  },
+
   async the_status_shows_what_the_server_reports() {
     const page = await open();
     for (const question of ["What is the capital of France?", "What is the capital of Spain?"]) {

@@ -42,11 +42,13 @@ const TROUBLES = {
 let timer;
 let asking;
 let state;
+/** The state with the names of the models. */
+let served;
 let before;
 let onReachable = () => {};
 const curve = [];
 
-/** `reachable` is called when the server can be reached, again whenever its state changes: it may be another one. */
+/** `reachable` is called when the server can be reached, again whenever its state or its models change: it may be another one. */
 export function start(reachable) {
   onReachable = reachable;
   document.addEventListener("visibilitychange", look);
@@ -74,7 +76,7 @@ export async function look() {
   if (seen.body) showFigures(seen.body);
 }
 
-function showState({ state: now, message }) {
+function showState({ state: now, message, body }) {
   const was = state;
   state = now in STATES ? now : "unknown";
   $("#state").dataset.state = state;
@@ -82,7 +84,9 @@ function showState({ state: now, message }) {
   if (state !== was) $("#state").textContent = STATES[state];
   $("#trouble").hidden = state === "ok";
   $("#trouble").textContent = message ?? TROUBLES[state] ?? "";
-  if (state !== was && state !== "away" && state !== "locked") onReachable();
+  const names = JSON.stringify([state, body?.model?.id, body?.models?.map(({ id }) => id)]);
+  if (names !== served && state !== "away" && state !== "locked") onReachable();
+  served = names;
   if (state === "away") before = undefined; // another server may answer next
 }
 
