@@ -303,7 +303,7 @@ function summary({ first, timings, usage, reason }) {
   return parts.join(" · ");
 }
 
-export function duration(ms) {
+function duration(ms) {
   return ms < 1000 ? `${Math.round(ms)} ms` : `${(ms / 1000).toFixed(1)} s`;
 }
 
