@@ -1330,6 +1330,8 @@ const tests = {
       await until(async () => (await page.locator("#notice span").innerText()) === "This model reads text only, and no pictures.", kind);
       await page.click("#notice >> text=Dismiss");
     }
+    await give(page, "drop", [{ name: "notes.txt", url: "data:text/plain;base64,SGVsbG8=" }]);
+    await until(async () => (await page.innerText("#notice span")) === "“notes.txt” is not a picture that this browser can read. Copy the text of a document into the message.", "a document");
     same(await page.locator("#pictures img").count(), 0, "pictures");
     same(page.problems, [], "complaints");
   },

@@ -95,7 +95,17 @@ export function imageOf({ name, url, width, height }) {
 /** While files are read: a promise of whether all could be. */
 export const whenRead = () => reading;
 
+const isDocument = ({ type }) => !type.startsWith("image/");
+
+function sayUnreadable(file) {
+  const then = isDocument(file) ? " Copy the text of a document into the message." : "";
+  say(`“${file.name || "picture"}” is not a picture that this browser can read.${then}`);
+}
+
 function add(added) {
+  // "This model reads text only" would be no reason.
+  const other = isRead === false && added.find(isDocument);
+  if (other) return sayUnreadable(other);
   if (areRefused()) return;
   input.focus();
   const before = reading;
@@ -118,7 +128,7 @@ async function addOne(file) {
     hold([...all, { name, ...(await read(file)) }]);
     return true;
   } catch {
-    say(`“${name}” is not a picture that this browser can read.`);
+    sayUnreadable(file);
     return false;
   }
 }
