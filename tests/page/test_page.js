@@ -1181,6 +1181,8 @@ const tests = {
       for (const width of [1280, 390]) {
         const page = await open({ viewport: { width, height: 800 } });
         await isState(page, width === 1280 ? "unloaded" : "ok");
+        // The page requests the names of the models after the status.
+        await until(async () => (await page.locator("#models option").count()) > 0, "the page names the models");
         same(await page.locator("#models option").allInnerTexts(), ["ant", "bee"], "the models");
         same(await page.evaluate(() => getComputedStyle(document.querySelector("#library")).opacity), "1", "the opacity of buttons that work");
         await page.selectOption("#models", "bee");
