@@ -1355,6 +1355,7 @@ const tests = {
     await page.click("[data-act=again] >> visible=true");
     await answered(page);
     await server.end("SIGTERM");
+    same([server.process.exitCode, server.process.signalCode], [0, null], "how the server ended while the page was open");
     await isState(page, "away");
   },
 };
