@@ -1311,6 +1311,24 @@ const tests = {
       await listed(page, ["alone.png", "next last command"]);
       same([page.problems, page.foreign], [[], []], "complaints and requests elsewhere");
 
+      // A question whose picture is still read does not go to a conversation that is opened meanwhile.
+      await page.evaluate(() => {
+        const decode = window.createImageBitmap;
+        window.createImageBitmap = (file) => new Promise((resolve) => {
+          window.goOn = () => resolve(decode(file));
+          window.createImageBitmap = decode;
+        });
+      });
+      const asks = asked.length;
+      await give(page, "paste", [{ name: "slow.png", url: large }]);
+      await page.keyboard.press("Enter");
+      await page.click("#new-chat");
+      await page.evaluate(() => window.goOn());
+      await hold("slow.png");
+      await sleep(300);
+      same([await page.locator(".turn").count(), asked.length], [0, asks], "turns and questions");
+      await page.click("#pictures button");
+
       await page.setViewportSize({ width: 360, height: 740 });
       await page.setInputFiles("#files", ["wide.png", "tall.png", "photo422.jpg"].map((name) => path.join(IMAGES, name)));
       await hold("wide.png", "tall.png", "photo422.jpg");

@@ -208,7 +208,8 @@ export async function hear({ id, version, asked, isBeingWritten }, own) {
 function ask() {
   if (writing.has(shown)) return;
   if (pictures.whenRead()) {
-    pictures.whenRead().then((all) => all && ask());
+    const asked = shown;
+    pictures.whenRead().then((all) => all && asked === shown && ask());
     return;
   }
   const text = input.value.trim();
