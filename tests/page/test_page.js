@@ -202,7 +202,7 @@ const tests = {
     // Fields that the server omits are not shown.
     for (const [body, said, trouble] of [
       [{ status: "loading" }, "Loading the model", "The model is loading"],
-      [{ status: "unloaded" }, "Model unloaded", "The next question loads it again"],
+      [{ status: "unloaded" }, "Model unloaded", "No model is in memory. The next question loads one."],
       [{ status: "lost", last_error: { message: "the device is gone" }, version: "1" }, "GPU lost", "until it is restarted"],
       [{ status: "failed" }, "Failed", "because of a bug"],
       [{ status: "draining", kv: {}, tokens: {}, memory: {}, kernels: [] }, "Shutting down", "accepts no new questions"],

@@ -28,7 +28,7 @@ const STATES = {
   unknown: "Status unknown",
 };
 const TROUBLES = {
-  unloaded: "The model was unloaded because it was not used for a while. The next question loads it again.",
+  unloaded: "No model is in memory. The next question loads one.",
   loading: "The model is loading. Questions are answered as soon as it is ready.",
   recovering: "The GPU or the NPU failed. The server is loading the model again; answers in progress then continue.",
   draining: "The server is shutting down. It finishes the answers in progress and accepts no new questions.",
