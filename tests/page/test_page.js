@@ -180,6 +180,27 @@ const tests = {
     same(page.problems, [], "complaints");
   },
 
+  async a_question_that_is_sent_before_the_scripts_are_loaded_stays() {
+    const context = await browser.newContext();
+    context.setDefaultTimeout(WAIT_MS);
+    const page = await context.newPage();
+    const problems = [];
+    page.on("console", (message) => message.type() === "error" && problems.push(message.text()));
+    let load;
+    const wanted = new Promise((resolve) => { load = resolve; });
+    await page.route("**/page/libraries.js", (route) => wanted.then(() => route.fallback()));
+    await page.goto(server.url, { waitUntil: "commit" });
+    await page.fill("#input", "What is the capital of France?");
+    await page.evaluate(() => document.querySelector("#send").click());
+    await sleep(500);
+    load();
+    await isState(page, "ok");
+    same(await page.inputValue("#input"), "What is the capital of France?", "the message");
+    await page.click("#send");
+    check((await answered(page)).includes("Paris"), await answered(page));
+    same(problems, [], "complaints");
+  },
+
   async the_status_shows_what_the_server_reports() {
     const page = await open();
     for (const question of ["What is the capital of France?", "What is the capital of Spain?"]) {
