@@ -560,9 +560,9 @@ mod tests {
 
     #[test]
     fn the_rows_read_after_the_layers_are_those_of_draws_and_sums() {
-        let read = |rows: &[u32], pooled: &[Range<usize>]| {
-            let pooling = pooled.iter().map(|rows| PoolRequest {
-                rows: rows.clone(),
+        let read = |rows: &[u32], pooled: &[(usize, usize)]| {
+            let pooling = pooled.iter().map(|&(first, end)| PoolRequest {
+                rows: first..end,
                 slot: 0,
                 fresh: true,
                 last: true,
@@ -574,7 +574,7 @@ mod tests {
         assert_eq!(read(&[], &[]), 0..0);
         assert_eq!(read(&[511], &[]), 511..512);
         assert_eq!(read(&[7, 3, 4], &[]), 3..8);
-        assert_eq!(read(&[], &[2..9]), 2..9);
-        assert_eq!(read(&[1], &[4..9, 9..12]), 1..12);
+        assert_eq!(read(&[], &[(2, 9)]), 2..9);
+        assert_eq!(read(&[1], &[(4, 9), (9, 12)]), 1..12);
     }
 }

@@ -366,7 +366,7 @@ fn gptq_checkpoints_may_be_described_in_a_file_of_their_own() {
         let (read, new) = (opened(folder.path()), opened(&source));
         assert_eq!((read.format(), read.iter().len()), (new.format(), new.iter().len()), "{variant}");
         for tensor in new.iter() {
-            let same = read.get(&tensor.name).unwrap().to_f32().unwrap();
+            let same = read.get(tensor.name).unwrap().to_f32().unwrap();
             assert_eq!(same, tensor.to_f32().unwrap(), "{variant}: {}", tensor.name);
         }
         let error = refusal(with(None).path());
