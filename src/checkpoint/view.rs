@@ -8,7 +8,7 @@ use std::fmt;
 use std::ops::Range;
 
 use super::error::CheckpointError;
-use super::gguf::GgmlTensor;
+use super::gguf::{GgmlTensor, GgmlType};
 use super::legacy::LegacyTensor;
 use super::native::NativeTensor;
 use super::packed::PackedMatrix;
@@ -150,6 +150,15 @@ impl<'a> Tensor<'a> {
             Encoding::Legacy(legacy) => Ok(legacy.scheme()),
             Encoding::Packed(packed) => Ok(packed.scheme()),
             Encoding::Stacked(stack) => stack.scheme(),
+        }
+    }
+
+    /// The quantized type of GGUF that the tensor has in its file, if it has one.
+    pub fn ggml_type(&self) -> Option<GgmlType> {
+        match &self.encoding {
+            Encoding::Ggml(ggml) => Some(ggml.kind),
+            Encoding::Stacked(stack) => Tensor::of(stack.table, &stack.parts[0]).ggml_type(),
+            Encoding::Plain { .. } | Encoding::Native(_) | Encoding::Legacy(_) | Encoding::Packed(_) => None,
         }
     }
 

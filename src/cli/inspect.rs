@@ -13,6 +13,7 @@ use super::terminal::{bytes, print};
 use crate::checkpoint::{self, Manifest, Tensor};
 use crate::config::Config;
 use crate::model::spec::{AttentionHeads, Mixture};
+use crate::tensor::QuantizeMode;
 use crate::text::{CallFormat, visible};
 
 pub fn inspect(options: &Config, args: &args::Inspect) -> Result<(), Error> {
@@ -93,6 +94,7 @@ pub fn inspect(options: &Config, args: &args::Inspect) -> Result<(), Error> {
             })),
             "skipped_vision_tensors": weights.skipped_vision,
             "defects": weights.defects(),
+            "growth": weights.growth(QuantizeMode::None),
             "schemes": by_scheme
                 .iter()
                 .map(|(scheme, (tensors, weights, bytes))| json!({"scheme": scheme, "tensors": tensors, "weights": weights, "bytes": bytes}))
@@ -160,6 +162,9 @@ pub fn inspect(options: &Config, args: &args::Inspect) -> Result<(), Error> {
                 bytes(stored)
             ),
         );
+    }
+    if let Some(growth) = weights.growth(QuantizeMode::None) {
+        line("on device", growth);
     }
     let (used, used_bytes) = match tower {
         Ok(Some((tensors, stored))) => {

@@ -41,6 +41,8 @@ struct Part {
     tower: Option<Scheme>,
     /// Bytes of the files with weights; 0 if there are none.
     file_bytes: u64,
+    /// What is to be said about matrices that are larger than in the files.
+    growth: Option<String>,
 }
 
 impl Part {
@@ -240,11 +242,14 @@ fn checkpoint(model: &str, config: &Config) -> Result<Subject, Error> {
 /// A model's weights, in the schemes of a load.
 fn part(files: &ModelFiles, config: &Config) -> Result<Part, Error> {
     let source = load::Source::open(files)?;
-    let schemes = Schemes::of(&source.weights()?, config.model.quantize)?;
+    let (schemes, growth) = {
+        let (weights, mode) = (source.weights()?, config.model.quantize);
+        (Schemes::of(&weights, mode)?, weights.growth(mode))
+    };
     let file_bytes = source.checkpoint.total_bytes();
     let (vision, precision) = (config.model.vision, config.model.precision);
     let tower = source.tower_scheme(vision, precision, config.model.draft.is_some())?;
-    Ok(Part { name: files.location(), config: source.config, schemes, tower, file_bytes })
+    Ok(Part { name: files.location(), config: source.config, schemes, tower, file_bytes, growth })
 }
 
 /// A draft model's weights keep the schemes of its files.
@@ -255,7 +260,7 @@ fn draft(path: &str, model: &ModelSpec) -> Result<Part, Error> {
         .map_err(|problem| Error::Argument(format!("{}: {problem}", files.display("config.json"))))?;
     let schemes = Schemes::of(&source.weights()?, QuantizeMode::None)?;
     let file_bytes = source.checkpoint.total_bytes();
-    Ok(Part { name: files.location(), config: source.config, schemes, tower: None, file_bytes })
+    Ok(Part { name: files.location(), config: source.config, schemes, tower: None, file_bytes, growth: None })
 }
 
 fn published(shape: Shape, args: &args::Planned, config: &Config) -> Subject {
@@ -288,7 +293,7 @@ fn published(shape: Shape, args: &args::Planned, config: &Config) -> Subject {
     let scheme_of_tower = TowerRequest::scheme_of(config.model.precision, true);
     let has_tower = matches!(spec.vision, Ok(Some(_))) && config.model.vision != VisionMode::Off;
     let tower = has_tower.then_some(scheme_of_tower);
-    let model = Part { name: shape.name.into(), config: spec, schemes, tower, file_bytes: 0 };
+    let model = Part { name: shape.name.into(), config: spec, schemes, tower, file_bytes: 0, growth: None };
     Subject { model, draft: None, assumption: args.assumption(), others: others.into() }
 }
 
@@ -320,6 +325,9 @@ impl Report<'_> {
             None => String::new(),
         };
         text += &format!("{}: {verdict}{cut}\n\n", contexts(self.sequences, context));
+        if let Some(growth) = &model.growth {
+            text += &format!("{growth}\n\n");
+        }
 
         text += &self.memory_table();
         if let Some(why) = &self.without_vision {
@@ -445,6 +453,7 @@ impl Report<'_> {
             "model": subject.model.name,
             "schemes": subject.model.schemes.to_string(),
             "assumption": subject.assumption,
+            "growth": subject.model.growth,
             "draft": subject.draft.as_ref().map(|d| json!({"model": d.name, "schemes": d.schemes.to_string()})),
             "fits": outcome.is_ok(),
             "error": refusal.map(ToString::to_string),

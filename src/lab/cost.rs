@@ -99,7 +99,7 @@ pub fn embed(scheme: Scheme, cols: usize, tokens: usize) -> Dispatch {
 pub fn matmul(precision: Precision, scheme: Scheme, rows: &[usize], cols: usize, tokens: usize) -> Dispatch {
     let all: usize = rows.iter().sum();
     let tiles: usize = rows.iter().map(|rows| rows.div_ceil(TILE_ROWS)).sum();
-    let bytes = |rows: &usize| scheme.block_bytes(*rows, cols) + scheme.scale_bytes(*rows, cols);
+    let bytes = |rows: &usize| scheme.bytes(*rows, cols);
     let weight_bytes = rows.iter().map(bytes).sum();
     if precision.quantizes(scheme) {
         let dispatch = fast(scheme, tiles, cols, tokens, None);
@@ -122,7 +122,7 @@ pub fn matmul(precision: Precision, scheme: Scheme, rows: &[usize], cols: usize,
 pub fn gated(scheme: Scheme, rows: usize, cols: usize, tokens: usize, activation: HiddenAct) -> Dispatch {
     let dispatch = fast(scheme, rows.div_ceil(TILE_ROWS), cols, tokens, Some(activation));
     Dispatch {
-        weight_bytes: 2 * (scheme.block_bytes(rows, cols) + scheme.scale_bytes(rows, cols)),
+        weight_bytes: 2 * scheme.bytes(rows, cols),
         activation_bytes: dispatch.activation_bytes + Quantized::bytes_of_digit(tokens, rows),
         ..dispatch
     }
@@ -160,7 +160,7 @@ pub fn experts(
     let workgroups = (items * f64::from(tile.parts(rows))).round() as usize;
     let pairs = experts.pairs(tokens);
     let matrices = if gated.is_some() { 2.0 } else { 1.0 };
-    let of_one = scheme.block_bytes(rows, cols) + scheme.scale_bytes(rows, cols);
+    let of_one = scheme.bytes(rows, cols);
     let weight_bytes = (matrices * experts.expected(tokens) * of_one as f64) as u64;
     let written = if gated.is_some() { Quantized::bytes_of_digit(pairs, rows) } else { floats(pairs * rows) };
     if precision.quantizes(scheme) {

@@ -222,7 +222,7 @@ impl Case {
             KernelWork::Experts { scheme, tokens } => {
                 let Mixture { experts, intermediate_size: width, .. } = self.mixture();
                 let hidden = self.spec.hidden_size;
-                let bytes = |rows, cols| scheme.block_bytes(rows, cols) + scheme.scale_bytes(rows, cols);
+                let bytes = |rows, cols| scheme.bytes(rows, cols);
                 let of_one = 2 * bytes(width, hidden) + bytes(hidden, width);
                 // Results between the dispatches are neither input nor output.
                 let weights = (experts.expected(tokens) * of_one as f64) as u64;

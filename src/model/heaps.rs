@@ -40,7 +40,7 @@ impl ReadTest {
     /// Bytes of a matrix that a product reads.
     fn matrix_bytes(&self) -> u64 {
         let [rows, cols] = self.shape;
-        Self::SCHEME.block_bytes(rows, cols) + Self::SCHEME.scale_bytes(rows, cols)
+        Self::SCHEME.bytes(rows, cols)
     }
 }
 

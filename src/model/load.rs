@@ -185,6 +185,9 @@ impl ModelRunner {
             ));
         }
         let weights = source.computable_weights()?;
+        if let Some(growth) = weights.growth(options.quantize) {
+            tracing::warn!("{}: {growth}", source.files.location());
+        }
         ModelRunner::load_weights(device, source, &weights, draft_source, options, progress)
     }
 

@@ -228,7 +228,7 @@ impl MatrixBytes {
         for (spec, scheme) in projections.chain([(c.head(), &schemes.head())]) {
             let (rows, cols) = (spec.rows(), spec.cols());
             let of = if spec.is_of_experts() { &mut all.experts } else { &mut all.others };
-            *of += scheme.block_bytes(rows, cols) + scheme.scale_bytes(rows, cols);
+            *of += scheme.bytes(rows, cols);
         }
         all
     }

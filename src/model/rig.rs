@@ -88,7 +88,7 @@ impl Rig {
     ) -> Result<Products, GpuError> {
         let mut make = self.make();
         let each = if kind == ProductKind::Gated { 2 } else { 1 };
-        let bytes = each * (scheme.block_bytes(rows, cols) + scheme.scale_bytes(rows, cols));
+        let bytes = each * scheme.bytes(rows, cols);
         let mut matrices = || make.matrices(scheme, rows, cols, bytes);
         let (own, up) = (matrices()?, if each == 2 { matrices()? } else { Vec::new() });
         Ok(Products { kind, scheme, rows, cols, matrices: own, up })

@@ -49,9 +49,7 @@ impl Trial {
     /// The largest matrix of each kind of product of a model with these schemes. A kind without int8 products has no
     /// matrix.
     pub fn of(device: &DeviceInfo, config: &ModelSpec, schemes: &Schemes) -> Trial {
-        let bytes = |(_, scheme, [rows, cols]): &(_, Scheme, [usize; 2])| {
-            scheme.block_bytes(*rows, *cols) + scheme.scale_bytes(*rows, *cols)
-        };
+        let bytes = |(_, scheme, [rows, cols]): &(_, Scheme, [usize; 2])| scheme.bytes(*rows, *cols);
         let of = |kind, (spec, scheme): (&TensorSpec, Scheme)| (kind, scheme, [spec.rows(), spec.cols()]);
         let mut all = vec![of(ProductKind::Head, (config.head(), schemes.head()))];
         for (specs, schemes) in config.tensors.layers.iter().zip(&schemes.layers) {

@@ -6,12 +6,13 @@
 //! compared and dropped; in a GPTQ checkpoint, biases of zeros are dropped, because AutoGPTQ writes one for every matrix.
 //! Any other tensor is refused: an unknown tensor means an unknown model.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 
 use super::spec::ModelSpec;
 use super::tensors::{ModelTensors, Role, TensorSpec};
 use super::vision::{VisionSpec, VisionTensor};
 use crate::checkpoint::{Checkpoint, CheckpointError, Format, Tensor, short};
+use crate::tensor::QuantizeMode;
 
 /// A checkpoint's tensors do not match its config. One line: file, tensor, what was expected.
 #[derive(Debug, thiserror::Error)]
@@ -138,11 +139,51 @@ impl<'a> Weights<'a> {
         }
     }
 
+    /// One line about the matrices of a GGUF file that a load in `mode` stores in clearly more bytes than the file does,
+    /// because no scheme is as small as their type. `None` if there are none.
+    pub fn growth(&self, mode: QuantizeMode) -> Option<String> {
+        let ModelTensors { embed_tokens, lm_head, per_layer, layers, .. } = &self.tensors;
+        let table = per_layer.iter().map(|per_layer| &per_layer.embed_tokens_per_layer);
+        let of_vocabulary = [embed_tokens].into_iter().chain(lm_head).chain(table);
+        let of_vocabulary = of_vocabulary.filter(|_| mode.embedding().is_none());
+        let rounded_in_mode = layers.iter().flat_map(|layer| layer.projections.iter());
+        let rounded_in_mode = rounded_in_mode.filter(|_| mode.projections().is_none());
+        let kept = layers.iter().flat_map(|layer| layer.kept.iter());
+
+        // The number of matrices of each type, and its growth.
+        let mut types = BTreeMap::new();
+        let (mut in_file, mut on_device) = (0, 0);
+        for tensor in of_vocabulary.chain(rounded_in_mode).chain(kept) {
+            let Some(kind) = tensor.ggml_type().filter(|kind| kind.growth() > MOST_GROWTH) else { continue };
+            types.entry(kind.name()).or_insert((0, kind.growth())).0 += 1;
+            in_file += tensor.stored_bytes();
+            on_device += kind.scheme().bytes(tensor.rows(), tensor.cols());
+        }
+        let each = types.iter().map(|(name, (count, growth))| format!("{count} of {name} {growth:.1} times"));
+        let each = each.collect::<Vec<_>>().join(", ");
+        let [in_file, on_device] = [in_file, on_device].map(|bytes| bytes as f64 / 1e9);
+        // A mode that rounds the projections leaves the embedding as it is.
+        let or_rounded = match mode.projections() {
+            None => ", and so is `--quantize int4-g32`, which rounds the weights again",
+            Some(_) => "",
+        };
+        (!types.is_empty()).then(|| {
+            format!(
+                "matrices take more bytes on the device than in the file ({each}; together {on_device:.2} GB instead of \
+                 {in_file:.2} GB), so decoding is slower than the size of the file suggests: a file of the model in Q4_0 \
+                 or Q4_K_M is faster{or_rounded}"
+            )
+        })
+    }
+
     /// Bytes of all tensors in the checkpoint.
     pub fn stored_bytes(&self) -> u64 {
         self.tensors.iter().map(|tensor| tensor.stored_bytes()).sum()
     }
 }
+
+/// The most bytes on the device that count as no more than those of the file, relative to them.
+const MOST_GROWTH: f64 = 1.05;
 
 /// One line that names the first defect; `None` if there are none.
 fn defects_warning(location: &str, defects: &[String]) -> Option<String> {

@@ -272,6 +272,11 @@ impl Scheme {
         (rows.div_ceil(TILE_ROWS) * self.tile_scale_bytes(cols)) as u64
     }
 
+    /// Bytes of a matrix `[rows, cols]`.
+    pub const fn bytes(self, rows: usize, cols: usize) -> u64 {
+        self.block_bytes(rows, cols) + self.scale_bytes(rows, cols)
+    }
+
     /// The items of a row's scales in order, as runs of (bytes per item, number of items). In a tile every item occurs
     /// 32 times, once per lane.
     fn scale_items(self, cols: usize) -> Vec<(usize, usize)> {

@@ -10,8 +10,9 @@ use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use serde::Deserialize;
 use serde_json::Value as Json;
+use strum::VariantArray;
 use tempfile::TempDir;
-use unicorn::checkpoint::{Checkpoint, Encoding, ModelFiles};
+use unicorn::checkpoint::{Checkpoint, Encoding, GgmlType, ModelFiles};
 use unicorn::model::SamplingOptions;
 use unicorn::model::arch::{self, open_files};
 use unicorn::model::config::GenerationConfig;
@@ -19,7 +20,7 @@ use unicorn::model::config::LayerType;
 use unicorn::model::gemma3;
 use unicorn::model::load::LoadOptions;
 use unicorn::model::weights::Weights;
-use unicorn::tensor::{QuantizeMode, QuantizedRow};
+use unicorn::tensor::{QuantizeMode, QuantizedRow, pack_row, unpack_row};
 use unicorn::text::Tokenizer;
 
 use crate::support::checkpoints::{ByName as _, hex, integers, le_bytes, plain, sha256};
@@ -218,16 +219,32 @@ fn in_memory(bytes: Vec<u8>) -> ModelFiles {
 }
 
 /// ggml's type number, values per block and bytes per block of each quantized type.
-const BLOCKS: [(u32, usize, usize); 8] = [
+const BLOCKS: [(u32, usize, usize); 12] = [
     (2, 32, 18),
     (3, 32, 20),
     (6, 32, 22),
     (7, 32, 24),
     (8, 32, 34),
+    (10, 256, 84),
+    (11, 256, 110),
     (12, 256, 144),
     (13, 256, 176),
     (14, 256, 210),
+    (20, 32, 18),
+    (23, 256, 136),
 ];
+
+/// Offsets of the f16 scales in a block of a quantized type.
+const fn scales_at(kind: u32) -> &'static [usize] {
+    match kind {
+        2 | 6 | 8 | 20 | 23 => &[0],
+        10 => &[80, 82],
+        11 => &[108],
+        14 => &[208],
+        _ => &[0, 2],
+    }
+}
+
 /// ggml's type number and bytes per value of the plain types.
 const PLAIN: [(u32, usize); 3] = [(0, 4), (1, 2), (30, 2)];
 
@@ -238,9 +255,12 @@ fn tensor_bytes(kind: u32, values: usize) -> usize {
     }
 }
 
-/// A complete model with one layer, whose rows have 256 values. Each matrix has a different type and small values. The
+/// The types of a small model's matrices: of the embedding, then of the layer's. Together they are all quantized types.
+const SMALL_TYPES: [[u32; 8]; 2] = [[8, 2, 3, 6, 7, 12, 13, 14], [20, 23, 11, 10, 1, 1, 1, 1]];
+
+/// A complete model with one layer, whose rows have 256 values. Its matrices have these types and small values. The
 /// vocabulary has all byte tokens.
-fn small_model(rng: &mut ChaCha8Rng) -> Writer {
+fn small_model(rng: &mut ChaCha8Rng, [embedding, of_layer @ ..]: [u32; 8]) -> Writer {
     let mut file = Writer::new();
     file.set("general.architecture", "gemma3")
         .set("general.sampling.top_k", 64i32)
@@ -272,26 +292,23 @@ fn small_model(rng: &mut ChaCha8Rng) -> Writer {
             1 | 30 => bytes.chunks_exact_mut(2).for_each(|b| b[1] &= 0x3b),
             _ => {
                 let &(_, _, block) = BLOCKS.iter().find(|(k, ..)| *k == kind).unwrap();
-                let at: &[usize] = match kind {
-                    2 | 6 | 8 => &[1],
-                    14 => &[209],
-                    _ => &[1, 3],
-                };
-                bytes.chunks_exact_mut(block).for_each(|b| at.iter().for_each(|at| b[*at] &= 0x3b));
+                let blocks = bytes.chunks_exact_mut(block);
+                blocks.for_each(|b| scales_at(kind).iter().for_each(|at| b[at + 1] &= 0x3b));
             }
         }
         file.tensor(name, &[256, rows], kind, bytes);
     };
-    matrix(&mut file, "token_embd.weight", rows, 8);
-    for (name, rows, kind) in [
-        ("attn_q", 256, 2),
-        ("attn_k", 32, 3),
-        ("attn_v", 32, 6),
-        ("attn_output", 256, 7),
-        ("ffn_gate", 256, 12),
-        ("ffn_up", 256, 13),
-        ("ffn_down", 256, 14),
-    ] {
+    matrix(&mut file, "token_embd.weight", rows, embedding);
+    let matrices = [
+        ("attn_q", 256),
+        ("attn_k", 32),
+        ("attn_v", 32),
+        ("attn_output", 256),
+        ("ffn_gate", 256),
+        ("ffn_up", 256),
+        ("ffn_down", 256),
+    ];
+    for ((name, rows), kind) in matrices.into_iter().zip(of_layer) {
         matrix(&mut file, &format!("blk.0.{name}.weight"), rows, kind);
     }
     for (name, len) in [
@@ -416,10 +433,7 @@ fn every_tensor_dequantizes_to_the_bits_of_the_reference() {
             }
             if let Encoding::Ggml(ggml) = tensor.encoding {
                 // Memory bandwidth limits decoding, so whole tiles may take at most 5% more bytes than the file.
-                let (rows, cols) = (32, 256);
-                let bytes = scheme.block_bytes(rows, cols) + scheme.scale_bytes(rows, cols);
-                let in_file = rows * cols / ggml.kind.block_values() * ggml.kind.block_bytes();
-                assert!(bytes * 100 <= in_file as u64 * 105, "{kind}: {bytes} bytes, {in_file} in the file");
+                assert!(ggml.kind.growth() <= 1.05, "{kind}: {} times as many bytes", ggml.kind.growth());
             }
             *kinds.entry(kind).or_default() += 1;
         }
@@ -500,6 +514,84 @@ fn the_config_from_metadata_matches_the_reference() {
         let checkpoint = Checkpoint::open(&files).unwrap();
         let weights = Weights::collect(&checkpoint, &config).unwrap();
         assert_eq!(weights.tensors.iter().count(), checkpoint.iter().len(), "{file}");
+    }
+}
+
+/// The blocks and values of every quantized type, by ggml's own dequantization in Python.
+#[test]
+fn blocks_of_every_type_have_the_values_that_ggml_computes() {
+    let goldens = Goldens::read(&data("gguf/blocks.safetensors"));
+    for kind in GgmlType::VARIANTS {
+        let name = kind.name();
+        let (blocks, expected) = (goldens.view::<u8>(name), goldens.view::<u32>(&format!("{name}.values")));
+        let [rows, row_bytes]: [usize; 2] = goldens.shape(name).try_into().expect("rows of bytes");
+        let cols = row_bytes / kind.block_bytes() * kind.block_values();
+        assert_eq!((rows * row_bytes, rows * cols), (blocks.len(), expected.len()), "{name}");
+
+        let mut file = Writer::new();
+        file.tensor("t", &[cols as u64, rows as u64], *kind as u32, blocks);
+        let checkpoint = open(file.bytes()).unwrap();
+        let tensor = checkpoint.get("t").unwrap();
+        let scheme = tensor.scheme().unwrap();
+        let bits = |values: &[f32]| values.iter().map(|value| value.to_bits()).collect::<Vec<_>>();
+        assert!(bits(&tensor.to_f32().unwrap()) == expected, "{name}");
+
+        // The rows of a tile, packed for the device, are the same integers and values.
+        let [mut tile, mut tile_scales] =
+            [scheme.tile_bytes(cols), scheme.tile_scale_bytes(cols)].map(|bytes| vec![0; bytes]);
+        let (least, most) = integers(scheme).expect("integers");
+        let (mut row, mut out) = (QuantizedRow::new(scheme, cols), vec![0.0; cols]);
+        let mut unpacked = row.clone();
+        for (index, expected) in expected.chunks(cols).enumerate() {
+            tensor.quantized_row_into(index, &mut row).unwrap();
+            assert!(row.q.iter().all(|q| (least..=most).contains(q)), "{name}, row {index}");
+            pack_row(scheme, &row, index, &mut tile, &mut tile_scales);
+            unpack_row(scheme, index, &tile, &tile_scales, &mut unpacked);
+            assert_eq!(unpacked, row, "{name}, row {index}");
+            unpacked.dequantize_into(scheme, &mut out);
+            assert!(bits(&out) == expected, "{name}, row {index}");
+        }
+    }
+}
+
+/// Types without a scheme of their size are read, and a line says how many more bytes they take.
+#[test]
+fn types_that_grow_on_the_device_are_named_with_what_is_faster() {
+    let growing: Vec<_> =
+        GgmlType::VARIANTS.iter().filter(|kind| kind.growth() > 1.05).map(|kind| kind.name()).collect();
+    assert_eq!(growing, ["Q2_K", "Q3_K", "IQ4_NL", "IQ4_XS"]);
+    let line = |types, mode| {
+        let files = small_of(4, types).files();
+        let (config, _) = arch::load(&files).unwrap();
+        let checkpoint = Checkpoint::open(&files).unwrap();
+        Weights::collect(&checkpoint, &config).unwrap().growth(mode)
+    };
+    assert_eq!(line(SMALL_TYPES[0], QuantizeMode::None), None);
+    let types = "1 of IQ4_NL 1.9 times, 1 of IQ4_XS 2.0 times, 1 of Q2_K 2.3 times, 1 of Q3_K 1.9 times";
+    for (mode, expected) in [
+        (QuantizeMode::None, Some(types)),
+        (QuantizeMode::Emb8, types.strip_prefix("1 of IQ4_NL 1.9 times, ")),
+        (QuantizeMode::Int4G32, Some("1 of IQ4_NL 1.9 times")),
+        (QuantizeMode::Int4G128Emb8, None),
+    ] {
+        let line = line(SMALL_TYPES[1], mode);
+        let found = line.as_ref().map(|line| line.split_once(" (").unwrap().1.split_once(';').unwrap().0);
+        assert_eq!(found, expected, "{mode}: {line:?}");
+        // A mode that rounds all but the embedding is not proposed again.
+        let proposes =
+            line.is_some_and(|line| line.ends_with("`--quantize int4-g32`, which rounds the weights again"));
+        assert_eq!(proposes, matches!(mode, QuantizeMode::None | QuantizeMode::Emb8), "{mode}");
+    }
+
+    let folder = TempDir::new().unwrap();
+    let file = folder.path().join("small.gguf");
+    fs::write(&file, small_of(4, SMALL_TYPES[1]).bytes()).unwrap();
+    let file = file.to_str().unwrap();
+    for command in [&["inspect", file][..], &["plan", file, "--vram", "1G"]] {
+        let text = printed(unicorn(command));
+        assert!(text.contains(types) && text.contains("Q4_0 or Q4_K_M is faster"), "{text}");
+        let json = printed_json(unicorn(&[command, &["--json"]].concat()));
+        assert!(json["growth"].as_str().unwrap().contains(types), "{json}");
     }
 }
 
@@ -587,6 +679,24 @@ fn rows_that_are_not_a_multiple_of_256_match_both_oracles() {
 #[test]
 fn sixty_two_layers_scale_attention_as_the_27b_does() {
     check_logits("gguf-62", "gguf-62-Q8_0", 2e-3, 2.0);
+}
+
+#[test]
+fn types_that_grow_on_the_device_give_the_logits_of_their_values() {
+    let whole = small_of(5, SMALL_TYPES[1]);
+    let checkpoint = open(whole.bytes()).unwrap();
+    let mut plain = whole.clone();
+    for (tensor, stored) in plain.tensors.iter_mut().zip(checkpoint.iter()) {
+        (tensor.kind, tensor.bytes) = (0, le_bytes(&stored.to_f32().unwrap()));
+    }
+    let tokens: Vec<u32> = (0..20).map(|i| i * 13 % 200).collect();
+    let logits =
+        |file: &Writer| all_logits(&mut load_files(&file.files(), &LoadOptions::default()).unwrap(), &tokens);
+    let expected = logits(&plain);
+    let largest = expected.iter().fold(0f32, |most, logit| most.max(logit.abs()));
+    let difference = max_difference(&logits(&whole), &expected);
+    println!("max |difference| {difference:.2e}, max |logit| {largest:.2e}");
+    assert!(largest.is_finite() && difference <= 1e-4 * largest, "{difference} of {largest}");
 }
 
 #[test]
@@ -1175,8 +1285,12 @@ fn an_unsupported_vocabulary_is_refused_with_its_key() {
 
 // --- metadata -----------------------------------------------------------------------------------------------
 
+fn small_of(seed: u64, types: [u32; 8]) -> Writer {
+    small_model(&mut ChaCha8Rng::seed_from_u64(seed), types)
+}
+
 fn small(seed: u64) -> Writer {
-    small_model(&mut ChaCha8Rng::seed_from_u64(seed))
+    small_of(seed, SMALL_TYPES[0])
 }
 
 fn config_of(changes: &[Change]) -> Result<gemma3::Config, String> {
@@ -1524,8 +1638,8 @@ fn an_invalid_header_is_refused_with_its_key_or_tensor() {
             ": tensor t: has rows of 4 values; Q4_0 stores them in blocks of 32",
         ),
         (
-            write(&|f| f.tensors[0].kind = 23),
-            ": tensor t: is IQ4_XS, which is not supported; expected F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K or Q6_K (take another file of the model, or requantize it)",
+            write(&|f| f.tensors[0].kind = 22),
+            ": tensor t: is IQ2_S, which is not supported; expected F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_NL, IQ4_XS (take another file of the model, such as Q4_K_M or Q4_0)",
         ),
         (write(&|f| f.tensors[0].kind = 4), ": tensor t: is of the unknown type 4, which is not supported;"),
         (
@@ -1576,18 +1690,24 @@ fn an_invalid_header_is_refused_with_its_key_or_tensor() {
 
 #[test]
 fn nan_values_are_refused_with_their_tensor_and_position() {
-    let (whole, folder) = (small(2), TempDir::new().unwrap());
+    let refused: usize = SMALL_TYPES.into_iter().map(|types| refused_nan_values(&small_of(2, types))).sum();
+    assert_eq!(refused, BLOCKS.len());
+}
+
+/// Tries NaN in each quantized matrix, and returns the number of these matrices.
+fn refused_nan_values(whole: &Writer) -> usize {
+    let folder = TempDir::new().unwrap();
     let checkpoint = open(whole.bytes()).unwrap();
     let names: Vec<&str> = checkpoint.iter().map(|tensor| tensor.name).collect();
     let load = |file: &Writer| load_files(&file.files(), &LoadOptions::default()).map(drop);
-    load(&whole).unwrap();
+    load(whole).unwrap();
     let mut refused = 0;
     for (index, name) in names.into_iter().enumerate() {
         let mut file = whole.clone();
         let tensor = &mut file.tensors[index];
         let Some(&(kind, values, block)) = BLOCKS.iter().find(|(k, ..)| *k == tensor.kind) else { continue };
         // The scale of the second block has all bits set, which is NaN in f16.
-        let at = if kind == 14 { 208 } else { 0 };
+        let at = scales_at(kind)[0];
         tensor.bytes[block + at..block + at + 2].fill(0xff);
         let (row, col) = (values / 256, values % 256);
         let place = format!("row {row}: a scale of its columns from {col} on is NaN");
@@ -1605,7 +1725,7 @@ fn nan_values_are_refused_with_their_tensor_and_position() {
         assert_error(unicorn(&quantize), 1, &[path, name, &format!("row {row}, column {col} is NaN")]);
         refused += 1;
     }
-    assert_eq!(refused, 8);
+    refused
 }
 
 #[test]
@@ -1820,21 +1940,26 @@ fn corrupted_files_are_refused_or_loaded_within_bounded_memory() {
     // Most of the memory is taken by tables of the tokenizer crate.
     let seed: u64 = 0x6006_5EED;
     println!("seed {seed:#x}");
-    let mut whole = small(seed);
-    // Most bytes of the weights have no effect on parsing, so these matrices are made small.
-    for tensor in &mut whole.tensors {
-        if tensor.dims.len() == 2 && tensor.name.starts_with("blk") {
-            tensor.dims[1] = 2;
-            tensor.bytes.truncate(tensor_bytes(tensor.kind, 512));
+    let models = SMALL_TYPES.map(|types| {
+        let mut whole = small_of(seed, types);
+        // Most bytes of the weights have no effect on parsing, so these matrices are made small.
+        for tensor in &mut whole.tensors {
+            if tensor.dims.len() == 2 && tensor.name.starts_with("blk") {
+                tensor.dims[1] = 2;
+                tensor.bytes.truncate(tensor_bytes(tensor.kind, 512));
+            }
         }
-    }
-    let accepted = fuzz_bodies::gguf(whole.bytes());
-    assert_eq!(accepted, Accepted { tensors: whole.tensors.len(), model: false, tokenizer: true });
-    assert_eq!(fuzz_bodies::gguf(small(seed).bytes()), Accepted { model: true, ..accepted });
+        let accepted = fuzz_bodies::gguf(whole.bytes());
+        assert_eq!(accepted, Accepted { tensors: whole.tensors.len(), model: false, tokenizer: true });
+        let complete = small_of(seed, types).bytes();
+        assert_eq!(fuzz_bodies::gguf(complete), Accepted { model: true, ..accepted });
+        whole
+    });
 
     let (mut past_header, mut with_tokenizer, mut most) = (0, 0, 0);
     for round in 0..rounds {
         let mut rng = ChaCha8Rng::seed_from_u64(seed.wrapping_add(round));
+        let whole = &models[round as usize % models.len()];
         let mut file = whole.clone();
         for _ in 0..rng.random_range(1..=3) {
             corrupt(&mut file, &mut rng);

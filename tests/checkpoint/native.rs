@@ -148,7 +148,8 @@ fn rows_are_packed_and_unpacked_without_loss() {
     println!("seed 3");
     let names = "int4-g32 int4-g32-zero int4-g32-affine int4-g32-affine16 int4-g32-super int8-g16 int8-g16-zero \
                  int8-g16-affine int8-g16-super int8-row int8-g32 int8-g32-zero int8-g32-affine int8-g32-super \
-                 int5-g32 int5-g16 int5-g32-affine16 int5-g32-super int6-g16-supersym int6-g32-supersym";
+                 int5-g32 int5-g16 int5-g32-affine16 int5-g32-super int5-g16-super int6-g16-supersym \
+                 int6-g32-supersym";
     for scheme in names.split(' ').map(|name| name.parse::<Scheme>().expect(name)) {
         assert_eq!(scheme.to_string().parse::<Scheme>(), Ok(scheme));
         for cols in [1, 16, 31, 256, 300, 700] {

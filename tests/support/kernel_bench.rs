@@ -40,7 +40,7 @@ pub const SCHEMES: [Scheme; 7] = [
 ];
 
 /// Integer schemes, as quantized checkpoints store them.
-pub const STORED: [Scheme; 18] = {
+pub const STORED: [Scheme; 19] = {
     const fn int8(group: u32, scales: Scales) -> Scheme {
         Scheme::Int { bits: Bits::Eight, group, scales }
     }
@@ -66,6 +66,7 @@ pub const STORED: [Scheme; 18] = {
         Scheme::Int { bits: Bits::Five, group: 32, scales: Scales::HalfAffine },
         Scheme::Int { bits: Bits::Five, group: 32, scales: Scales::Super },
         Scheme::Int { bits: Bits::Six, group: 16, scales: Scales::SuperSymmetric },
+        Scheme::Int { bits: Bits::Five, group: 16, scales: Scales::Super },
     ]
 };
 

@@ -13,6 +13,8 @@ use std::collections::{HashMap, HashSet};
 use std::fmt;
 use std::ops::Range;
 
+use strum::VariantArray;
+
 use super::blocks::{GgmlType, TYPE_NAMES};
 use crate::checkpoint::error::short;
 use crate::tensor::DType;
@@ -175,9 +177,11 @@ impl Element {
                     None | Some(&"") => format!("of the unknown type {id}"),
                     Some(name) => name.to_string(),
                 };
+                let read: Vec<&str> = GgmlType::VARIANTS.iter().map(|kind| kind.name()).collect();
                 format!(
-                    "is {name}, which is not supported; expected F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, \
-                     Q5_K or Q6_K (take another file of the model, or requantize it)"
+                    "is {name}, which is not supported; expected F32, F16, BF16, {} (take another file of the model, such as \
+                     Q4_K_M or Q4_0)",
+                    read.join(", ")
                 )
             })?),
         })

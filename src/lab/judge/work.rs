@@ -507,8 +507,7 @@ mod tests {
             let one = model.step(std::slice::from_ref(&(512..513)), Some(Drawn::Greedy)).unwrap();
             let all: u64 = one.iter().map(|w| w.times).sum();
             assert_eq!(all / layers, dispatches, "{name}: {all} dispatches");
-            let of_one =
-                Scheme::int4(128).block_bytes(width, hidden) + Scheme::int4(128).scale_bytes(width, hidden);
+            let of_one = Scheme::int4(128).bytes(width, hidden);
             assert_eq!(bytes(&one, "experts' gate, up"), layers * 2 * 8 * of_one, "{name}");
             let sixteen = model.step(&vec![512..513; 16], Some(Drawn::Greedy)).unwrap();
             let share = bytes(&sixteen, "experts' gate, up") as f64 / bytes(&one, "experts' gate, up") as f64;
@@ -588,7 +587,7 @@ mod tests {
             let head_dim = if precision == Precision::Fast { 80 } else { 72 };
             assert_eq!(attention.dispatch.kv_bytes, (2 * 4096 * 16 * kv.row_bytes(head_dim)) as u64);
             let bytes = |what| of(what).iter().map(|w| w.times * w.dispatch.weight_bytes).sum::<u64>();
-            let of_one = |rows, cols| matrix.block_bytes(rows, cols) + matrix.scale_bytes(rows, cols);
+            let of_one = |rows, cols| matrix.bytes(rows, cols);
             assert_eq!(bytes("fc1"), 2 * 27 * of_one(4304, 1152), "{precision}");
             assert_eq!(bytes("patch_embedding"), of_one(1152, 588), "{precision}");
         }
