@@ -16,8 +16,9 @@ fn scale_blocks(shader: &str) -> &'static [u32] {
     match shader {
         "fast_matmul_int8_row" => &[1],
         name if name.contains("_int8") => &[1, 2],
-        // Weights with five and six bits come only from GGUF, which has one group size for each.
+        // Weights with five and six bits come only from GGUF. Its Q2_K has groups of 16 columns, and Q5_K of 32.
         name if name.contains("_int6") => &[1],
+        name if name.ends_with("_int5_super") => &[1, 2],
         name if name.contains("_int5") => &[2],
         name if name.ends_with("_affine16") => &[1],
         _ => &[1, 4],

@@ -83,9 +83,9 @@ pub enum Scales {
     Affine,
     /// `w = s * q + m`, s and m f16.
     HalfAffine,
-    /// `w = (d * c) * q - (e * n)`: d and e f16 for 256 columns, c (i8) and n (u8) for the group: K-quants.
+    /// `w = (d * c) * q - (e * n)`: d and e f16 for 256 columns, c (i8) and n (u8) for the group: K-quants and IQ4_XS.
     Super,
-    /// `w = (d * c) * q`: d f16 for 256 columns, c (i8) for the group: Q6_K.
+    /// `w = (d * c) * q`: d f16 for 256 columns, c (i8) for the group: Q3_K and Q6_K.
     SuperSymmetric,
 }
 

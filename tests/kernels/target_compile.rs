@@ -40,7 +40,7 @@ const VALU_PER_WEIGHT: [(&str, [f64; 6]); 17] = [
 /// Matrix products in int8, for one matrix or for gate and up, by the number of weight blocks that share a
 /// scale, for 1, 2, 4, 8, 16 and 32 tokens. The goals for int4 in groups of 128 are at most 1.1, 3.8, 6.8 and 13 for 1,
 /// 8, 16 and 32 tokens.
-const FAST_VALU_PER_WEIGHT: [(&str, u64, &[u64], [f64; 6]); 36] = [
+const FAST_VALU_PER_WEIGHT: [(&str, u64, &[u64], [f64; 6]); 38] = [
     ("fast_matmul_int4", 0, &[1, 4], [1.06, 1.41, 2.09, 3.47, 6.22, 11.72]),
     ("fast_matmul_int4", 1, &[1, 4], [1.05, 1.39, 2.08, 3.45, 6.20, 11.70]),
     ("fast_matmul_int4_affine", 0, &[1, 4], [1.12, 1.56, 2.44, 4.19, 7.69, 14.69]),
@@ -55,7 +55,9 @@ const FAST_VALU_PER_WEIGHT: [(&str, u64, &[u64], [f64; 6]); 36] = [
     ("fast_matmul_int5", 1, &[2], [1.64, 1.98, 2.67, 4.05, 6.80, 12.30]),
     ("fast_matmul_int5_affine16", 0, &[2], [1.69, 2.12, 3.00, 4.75, 8.25, 15.25]),
     ("fast_matmul_int5_affine16", 1, &[2], [1.67, 2.09, 2.94, 4.62, 8.00, 14.75]),
+    ("fast_matmul_int5_super", 0, &[1], [2.94, 3.56, 4.81, 7.31, 12.31, 22.31]),
     ("fast_matmul_int5_super", 0, &[2], [2.16, 2.59, 3.47, 5.22, 8.72, 15.72]),
+    ("fast_matmul_int5_super", 1, &[1], [2.84, 3.44, 4.62, 7.00, 11.78, 21.25]),
     ("fast_matmul_int5_super", 1, &[2], [2.08, 2.50, 3.34, 5.03, 8.41, 15.16]),
     ("fast_matmul_int6_supersym", 0, &[1], [2.66, 3.09, 3.97, 5.72, 9.22, 16.22]),
     ("fast_matmul_int6_supersym", 1, &[1], [2.56, 3.00, 3.88, 5.62, 9.12, 16.12]),
@@ -155,10 +157,13 @@ fn bounds(name: &str) -> (u64, u64) {
             ["16", "0", ..] if is_shifted => (12, 80),
             ["32", "0", ..] if is_shifted => (8, 128),
             ["32", "0", ..] => (12, 80),
+            // Five bits are unpacked for two groups of a block, each with a scale and a shift.
+            ["8", "0", "1", ..] if shader == "fast_matmul_int5_super" => (12, 80),
             [_, "0", ..] => (16, 64),
             // A block has two groups, each with a scale and a shift, for two matrices.
             ["1" | "2", "1", "1", _, _]
-                if shader.starts_with("fast_matmul_int8_") && !shader.ends_with("_row") =>
+                if shader == "fast_matmul_int5_super"
+                    || shader.starts_with("fast_matmul_int8_") && !shader.ends_with("_row") =>
             {
                 (8, 128)
             }
@@ -427,6 +432,8 @@ fn check_tiles(pipeline: &Value) {
         (128, 1, false) => 0.70,
         (128, 1, true) => 0.62,
         (128, _, false) => 0.55,
+        // Five bits are unpacked for two groups of a block, each with a scale and a shift.
+        (128, _, true) if shader.contains("_int5_") => 0.44,
         (128, _, true) => 0.45,
         (_, 1, false) => 0.63,
         (_, 1, true) => 0.56,
