@@ -8,7 +8,7 @@
 //! | `error.rs` | why the NPU does not compute: a code and a line |
 //! | `container.rs`, `transaction.rs` | the two files of a kernel, checked before XRT or the driver reads them |
 //! | `marks.rs` | how the host detects outputs that a dispatch did not write |
-//! | `store.rs` | the kernels in a folder, and which of them computes a job |
+//! | `store.rs` | the kernels in a folder |
 //! | `transport.rs` | loads kernels and runs dispatches, with arrays that are copied or shared |
 //! | `shim.h`, `shim.cpp` | a C interface to XRT, which has only a C++ interface; a separate shared object (`make npu-shim`) |
 //! | `abi.rs` | the names and types of `shim.h` in Rust |

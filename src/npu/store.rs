@@ -19,7 +19,7 @@ use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
 use super::container::{self, Container};
-use super::contract::{Bucket, Job, Layout, RowRange, Shape};
+use super::contract::{Bucket, Layout, Shape};
 use super::error::{NpuCode, NpuError};
 use super::transaction;
 use super::transport::KernelFiles;
@@ -170,35 +170,6 @@ impl Store {
     pub fn refused(&self) -> &[(String, NpuError)] {
         &self.refused
     }
-
-    /// The stored kernel that reads the fewest tiles for these rows of a layer, and the job for its bucket. `None` if
-    /// no stored kernel is large enough for the job.
-    ///
-    /// A layer with a window can also run on a kernel that walks over all keys, if that kernel is large enough.
-    pub fn plan(
-        &self,
-        head_dim: u32,
-        heads_per_group: u32,
-        window: Option<u32>,
-        groups: u32,
-        rows: RowRange,
-    ) -> Option<(usize, Job)> {
-        let (_, least) = Job::plan(head_dim, heads_per_group, window, groups, rows).ok()?;
-        let keys = RowRange { first: least.key0(), len: least.keys() };
-        let fitting = self.kernels.iter().enumerate().filter_map(|(index, kernel)| {
-            let KernelFiles { shape, bucket, .. } = *kernel;
-            let same = (shape.head_dim(), shape.heads_per_group(), bucket.groups());
-            if same != (head_dim, heads_per_group, groups) {
-                return None;
-            }
-            let job = Job::new(shape, bucket, rows, keys, window).ok()?;
-            let tiles = (0..shape.passes(bucket)).map(|pass| u64::from(shape.walk(bucket, pass).tiles));
-            Some((tiles.sum::<u64>(), bucket.keys(), index, job))
-        });
-        fitting
-            .min_by_key(|(tiles, keys, index, _)| (*tiles, *keys, *index))
-            .map(|(_, _, index, job)| (index, job))
-    }
 }
 
 /// The folder in the user's cache for kernels, from environment variables.
@@ -300,10 +271,6 @@ mod tests {
         Bucket::new(rows, keys, 4).unwrap()
     }
 
-    fn rows(first: u32, len: u32) -> RowRange {
-        RowRange { first, len }
-    }
-
     #[test]
     fn names_tell_shape_and_bucket() {
         let stem = file_stem(shape(Some(1024)), bucket(512, 2048));
@@ -324,46 +291,6 @@ mod tests {
         ] {
             assert_eq!(of_stem(other), None, "{other}");
         }
-    }
-
-    #[test]
-    fn the_kernel_that_reads_least_is_planned() {
-        let dir = tempfile::tempdir().unwrap();
-        let made = [
-            (shape(None), bucket(256, 512)),
-            (shape(None), bucket(512, 2048)),
-            (shape(None), bucket(512, 8192)),
-            (shape(Some(1024)), bucket(512, 2048)),
-            // Kernels for another model.
-            (Shape::new(128, 4, None).unwrap(), bucket(256, 512)),
-            (Shape::new(64, 2, None).unwrap(), bucket(256, 512)),
-        ];
-        let stems = made.map(|(shape, bucket)| put(dir.path(), shape, bucket));
-        let store = Store::open(dir.path()).unwrap();
-        assert!(store.refused().is_empty() && store.kernels().len() == made.len(), "{:?}", store.refused());
-        let planned = |window, first, len| {
-            let (index, job) = store.plan(128, 2, window, 4, rows(first, len))?;
-            let kernel = &store.kernels()[index];
-            assert_eq!(job.runs_on(kernel.shape), Ok(()));
-            assert_eq!((job.bucket(), job.rows(), job.row0()), (kernel.bucket, len, first));
-            let stem = file_stem(kernel.shape, kernel.bucket);
-            Some(stems.iter().position(|other| *other == stem).unwrap())
-        };
-        assert_eq!(planned(None, 0, 256), Some(0));
-        assert_eq!(planned(None, 0, 257), Some(1));
-        // The smallest bucket of this job has 1024 keys, and no such kernel is stored.
-        assert_eq!(planned(None, 300, 100), Some(1));
-        assert_eq!(planned(None, 1537, 10), Some(2));
-        assert_eq!(planned(None, 8000, 500), None);
-        assert_eq!(planned(Some(1024), 0, 100), Some(0));
-        assert_eq!(planned(Some(1024), 1022, 512), Some(1));
-        assert_eq!(planned(Some(1024), 1023, 512), Some(3));
-        assert_eq!(planned(Some(1024), 100_000, 512), Some(3));
-        // No kernel has this window, but a kernel that walks over all keys is large enough.
-        assert_eq!(planned(Some(512), 100_000, 200), Some(1));
-        assert_eq!(store.plan(128, 2, None, 3, rows(0, 10)), None);
-        assert_eq!(store.plan(256, 2, None, 4, rows(0, 10)), None);
-        assert_eq!(store.plan(128, 3, None, 4, rows(0, 10)), None);
     }
 
     #[test]
