@@ -10,6 +10,9 @@
 //! window           |               | entry|                  the groups that the next token sees
 //! ```
 //!
+//! Without its beginning, the rest of a text is of no use. So the beginning is written first, and its use is recorded as the
+//! latest: if the store needs room, the end of a text is evicted first.
+//!
 //! A sequence can begin after a block if the entries of every pool are there that the next token sees. This is the same
 //! rule as for the prefix cache. What is read becomes a part of the prefix cache, so the sequence then starts like any
 //! other whose text is cached, and its bits are the same.
@@ -23,7 +26,7 @@
 //! predicted: the time of the steps by [`Pace`], and the time of reading from the reads before. As long as one of them is
 //! unknown, the engine reads. A read that takes longer than computing would is given up.
 
-use std::collections::{HashSet, VecDeque};
+use std::collections::{HashMap, HashSet, VecDeque};
 use std::ops::Range;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, sync_channel};
 use std::thread;
@@ -37,7 +40,7 @@ use super::request::{CacheSalt, PromptImage};
 use super::scheduler::{DiskLookup, EndedTurn, SaltedText, Scheduler};
 use super::sequence::SequenceId;
 use super::shared::DiskStats;
-use crate::kv_disk::{Address, KvStore};
+use crate::kv_disk::{Address, KvStore, UseTime};
 use crate::model::{KvPool, Limits, PoolBlock, Runner, RunnerError, first_seen};
 
 /// Tokens of a group of blocks, if they have no more than [`ENTRY_BYTES`].
@@ -113,8 +116,8 @@ pub(super) struct Disk {
     config: DiskConfig,
     limits: Limits,
     pending: VecDeque<Entry>,
-    /// The addresses of `pending`.
-    is_pending: HashSet<Address>,
+    /// The last use of each entry of `pending`.
+    pending_uses: HashMap<Address, UseTime>,
     /// How often the store was cleared before the turns of `pending` ended.
     clears: u64,
     restore: Option<Restore>,
@@ -132,7 +135,7 @@ impl Disk {
             config,
             limits: limits.clone(),
             pending: VecDeque::new(),
-            is_pending: HashSet::new(),
+            pending_uses: HashMap::new(),
             restore: None,
             bytes_per_s: None,
             stats: DiskStats::default(),
@@ -171,7 +174,7 @@ impl Disk {
     fn drop_pending(&mut self) {
         self.stats.lost_entries += self.pending.len() as u64;
         self.pending.clear();
-        self.is_pending.clear();
+        self.pending_uses.clear();
     }
 
     /// Forgets the turns that ended before the store was cleared, if it was. Otherwise they would be written after that.
@@ -194,12 +197,14 @@ impl Disk {
             self.stats.turns += 1;
             let digests = self.digests(&salt, &tokens, &images);
             let end = nodes.len();
+            let now = self.config.store.now();
             for pool in 0..self.limits.kv.pools.len() {
                 for blocks in self.entries(pool, end) {
                     let address = address(&digests[blocks.end - 1], pool);
-                    if self.config.store.contains(&address) {
-                        self.config.store.touch(&address);
-                    } else if self.is_pending.insert(address) {
+                    let used = use_at(now, &blocks);
+                    if !self.config.store.touch(&address, used)
+                        && self.pending_uses.insert(address, used).is_none()
+                    {
                         self.pending.push_back(Entry { address, pool, nodes: nodes[blocks].to_vec() });
                     }
                 }
@@ -210,7 +215,7 @@ impl Disk {
         }
         while self.pending.len() > MAX_PENDING {
             let oldest = self.pending.pop_front().expect("just counted");
-            self.is_pending.remove(&oldest.address);
+            self.pending_uses.remove(&oldest.address);
             self.stats.lost_entries += 1;
         }
     }
@@ -223,7 +228,7 @@ impl Disk {
         let addresses: Vec<Address> =
             digests.iter().flat_map(|digest| pools.clone().map(|pool| address(digest, pool))).collect();
         self.pending.retain(|entry| !addresses.contains(&entry.address));
-        self.is_pending.retain(|pending| !addresses.contains(pending));
+        self.pending_uses.retain(|pending, _| !addresses.contains(pending));
         self.config.store.remove(&addresses);
     }
 
@@ -235,14 +240,14 @@ impl Disk {
     ) -> Result<(), RunnerError> {
         self.drop_cleared();
         let Some(Entry { address, pool, nodes }) = self.pending.pop_front() else { return Ok(()) };
-        self.is_pending.remove(&address);
+        let used = self.pending_uses.remove(&address).unwrap_or_default();
         let block = |node: &NodeRef| Some(PoolBlock { pool, block: scheduler.registered(*node, pool)? });
         let Some(blocks) = nodes.iter().map(block).collect::<Option<Vec<PoolBlock>>>() else {
             self.stats.lost_entries += 1;
             return Ok(());
         };
         let contents = runner.read_blocks(&blocks)?;
-        let is_kept = !self.drop_cleared() && self.config.store.write(address, contents);
+        let is_kept = !self.drop_cleared() && self.config.store.write(address, contents, used);
         self.stats.lost_entries += u64::from(!is_kept);
         Ok(())
     }
@@ -395,6 +400,7 @@ impl Disk {
             return None;
         };
         let (mut entries, mut reads, mut bytes) = (VecDeque::new(), Vec::new(), 0);
+        let begins = self.config.store.now();
         for pool in 0..self.limits.kv.pools.len() {
             let block_bytes = self.limits.block_bytes[pool] as usize;
             // They are in the order of their indices, as the entries are.
@@ -409,11 +415,12 @@ impl Disk {
                 let place = |unwritten: &UnwrittenBlock| PoolBlock { pool, block: unwritten.block };
                 entries
                     .push_back(now.iter().map(|block| (block.index - blocks.start, place(block))).collect());
-                reads.push((address(&digests[blocks.end - 1], pool), blocks.len() * block_bytes));
+                let address = address(&digests[blocks.end - 1], pool);
+                reads.push((address, blocks.len() * block_bytes, use_at(begins, &blocks)));
                 bytes += (blocks.len() * block_bytes) as u64;
             }
         }
-        let addresses = reads.iter().map(|(address, _)| *address).collect();
+        let addresses = reads.iter().map(|(address, ..)| *address).collect();
         let Some(contents) = read_ahead(&self.config.store, reads) else {
             self.stats.failed_reads += 1;
             scheduler.cancel_restore();
@@ -517,15 +524,20 @@ fn address(digest: &Digest, pool: usize) -> Address {
     Address::new(hasher.finalize().into())
 }
 
+/// The use of an entry with these blocks, if its text is used at `now`.
+fn use_at(now: UseTime, blocks: &Range<usize>) -> UseTime {
+    now.less(blocks.start)
+}
+
 /// Reads entries in a thread of its own, until the receiver is dropped. `None` if the system has no thread. If an entry cannot
 /// be read, the ones after it are read only so that the store finds all damaged ones.
-fn read_ahead(store: &KvStore, reads: Vec<(Address, usize)>) -> Option<Receiver<Option<Vec<u8>>>> {
+fn read_ahead(store: &KvStore, reads: Vec<(Address, usize, UseTime)>) -> Option<Receiver<Option<Vec<u8>>>> {
     let (sender, receiver) = sync_channel(READ_AHEAD);
     let store = store.clone();
     let read = move || {
         let mut has_failed = false;
-        for (address, bytes) in reads {
-            let contents = store.read(&address, bytes);
+        for (address, bytes, used) in reads {
+            let contents = store.read(&address, bytes, used);
             has_failed |= contents.is_none();
             if sender.send(contents).is_err() && !has_failed {
                 return;
@@ -584,7 +596,11 @@ mod tests {
         let digests = disk.digests(&CacheSalt::default(), tokens, &[]);
         for blocks in disk.entries(0, digests.len()) {
             let contents = vec![0; blocks.len() * BLOCK_BYTES as usize];
-            assert!(disk.config.store.write(address(&digests[blocks.end - 1], 0), contents));
+            assert!(disk.config.store.write(
+                address(&digests[blocks.end - 1], 0),
+                contents,
+                UseTime::default()
+            ));
         }
         assert!(disk.config.store.flush(LONG));
     }
@@ -649,7 +665,7 @@ mod tests {
         disk.pending.push_back(Entry { address, pool: 0, nodes: Vec::new() });
         assert!(disk.is_busy());
         let closed = gate.lock().unwrap();
-        assert!(store.write(Address::new([2; 32]), vec![0; MAX_QUEUED_BYTES as usize]));
+        assert!(store.write(Address::new([2; 32]), vec![0; MAX_QUEUED_BYTES as usize], store.now()));
         assert!(disk.has_pending() && !disk.is_busy());
         drop(closed);
         assert!(store.flush(LONG));

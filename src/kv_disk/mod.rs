@@ -25,6 +25,8 @@
 //! | 4 for every MiB of the payload | CRC-32 of that MiB; the last one may be shorter |
 //! | 4 | CRC-32 of all of the header before this field |
 //!
+//! The time of a file is that of the last use of its entry. The entries with the earliest times are evicted first.
+//!
 //! A file is not synced to the disk before it gets its name. So after a power failure a file may be torn, and
 //! then a length or a checksum in it is wrong.
 
@@ -33,6 +35,7 @@ mod store;
 use std::fmt;
 use std::io::{self, ErrorKind, Read};
 use std::path::PathBuf;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 pub use store::{KvStore, check_folder, clear_folder};
 
@@ -83,6 +86,44 @@ impl fmt::Display for Address {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.0.iter().try_for_each(|byte| write!(f, "{byte:02x}"))
     }
+}
+
+/// When an entry was used: nanoseconds since 1970.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord)]
+pub struct UseTime(u64);
+
+impl UseTime {
+    /// The time of a file cannot be later, so that there are times after each of them.
+    const LATEST: u64 = u64::MAX / 2;
+    /// Shortest time between two uses.
+    const STEP: Duration = Duration::from_millis(1);
+
+    /// The present time, or a time after `before`.
+    fn after(before: Self) -> Self {
+        let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        Self(nanoseconds(now).max(before.0 + nanoseconds(Self::STEP)))
+    }
+
+    fn of_file(seconds: i64, nanoseconds: u64) -> Self {
+        let seconds = u64::try_from(seconds).unwrap_or(0);
+        Self(seconds.saturating_mul(1_000_000_000).saturating_add(nanoseconds).min(Self::LATEST))
+    }
+
+    /// A time that is earlier by this number of microseconds, for an entry that is worth less than others of the same use.
+    #[must_use]
+    pub fn less(self, microseconds: usize) -> Self {
+        Self(self.0.saturating_sub(nanoseconds(Duration::from_micros(microseconds as u64))))
+    }
+}
+
+impl From<UseTime> for SystemTime {
+    fn from(UseTime(nanoseconds): UseTime) -> Self {
+        UNIX_EPOCH + Duration::from_nanos(nanoseconds)
+    }
+}
+
+fn nanoseconds(time: Duration) -> u64 {
+    u64::try_from(time.as_nanos()).unwrap_or(u64::MAX)
 }
 
 /// What [`KvStore::clear`] removed from the disk.

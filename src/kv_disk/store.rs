@@ -9,7 +9,7 @@
 //! [`Folder`] has a handle of the directory and opens all names relative to it without following links. So a
 //! link in the folder leads to no file elsewhere, and a folder that replaces this one is not written to.
 
-use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::fmt;
 use std::fs::{DirBuilder, File};
 use std::io::{self, ErrorKind, Read as _, Write as _};
@@ -17,14 +17,14 @@ use std::os::fd::OwnedFd;
 use std::os::unix::fs::DirBuilderExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
-use std::time::{Duration, Instant, SystemTime};
+use std::time::{Duration, Instant};
 
 use rustix::fs::{Access, AtFlags, CWD, Dir, FileType, FlockOperation, Mode, OFlags};
 use rustix::io::Errno;
 
 use super::{
-    Address, Cleared, Damage, KvStoreError, KvStoreStats, MAX_FILE_BYTES, Unreadable, advice, decode,
-    encode_header, file_bytes,
+    Address, Cleared, Damage, KvStoreError, KvStoreStats, MAX_FILE_BYTES, Unreadable, UseTime, advice,
+    decode, encode_header, file_bytes, nanoseconds,
 };
 
 /// Most bytes of files that wait to be written. A file fits in.
@@ -85,16 +85,18 @@ impl KvStore {
         self.shared().state().index.readable(address).is_some()
     }
 
-    /// Makes an entry the newest one, because what it holds was used without a read. The thread that writes
-    /// records this in the time of its file.
-    pub fn touch(&self, address: &Address) {
+    /// The time for a use that happens now. It is later than all times before, also if the system's clock was set back.
+    pub fn now(&self) -> UseTime {
+        self.shared().state().index.now()
+    }
+
+    /// Records that what an entry holds is used, without a read. Returns whether the entry is in the folder, where it can be
+    /// read, or in the queue.
+    pub fn touch(&self, address: &Address, used: UseTime) -> bool {
         let shared = self.shared();
-        let mut state = shared.state();
-        state.index.touch(address);
-        if state.index.begin_stamp(address) {
-            state.touched.push_back(*address);
-            shared.work.notify_one();
-        }
+        let is_kept = shared.state().touch(address, used);
+        shared.work.notify_one();
+        is_kept
     }
 
     /// The secret of this folder. Salts that must be the same after a restart can be derived from it. It stays if
@@ -103,16 +105,16 @@ impl KvStore {
         &self.shared().secret
     }
 
-    /// The payload of an entry, if it has exactly `bytes` bytes and is intact; it becomes the newest entry.
-    /// Any other entry is damaged and is removed, because an address determines its payload. `None` too if
-    /// there is no entry, or if it cannot be read.
-    pub fn read(&self, address: &Address, bytes: usize) -> Option<Vec<u8>> {
+    /// The payload of an entry, if it has exactly `bytes` bytes and is intact. Any other entry is damaged and is
+    /// removed, because an address determines its payload. `None` too if there is no entry, or if it cannot be read.
+    pub fn read(&self, address: &Address, bytes: usize, used: UseTime) -> Option<Vec<u8>> {
         let shared = self.shared();
         let inserted = shared.state().index.readable(address)?.inserted;
         let since = Instant::now();
         match shared.folder.read(address, bytes) {
             Ok(payload) => {
-                shared.state().was_read(address, bytes, since.elapsed());
+                shared.state().was_read(address, bytes, used, since.elapsed());
+                shared.work.notify_one();
                 Some(payload)
             }
             Err(Unreadable::Damage(damage)) => {
@@ -133,14 +135,15 @@ impl KvStore {
         }
     }
 
-    /// Puts an entry into the queue of the thread that writes; never waits. `true` too if the entry is
+    /// Puts an entry that is used then into the queue of the thread that writes; never waits. `true` too if the entry is
     /// already in the folder, where it can be read, or in the queue. `false` if it was dropped: it does not fit into the queue or
     /// into the folder, or the store pauses after an error.
-    pub fn write(&self, address: Address, payload: Vec<u8>) -> bool {
+    pub fn write(&self, address: Address, payload: Vec<u8>, used: UseTime) -> bool {
         let shared = self.shared();
         let job_bytes = file_bytes(payload.len());
         let mut state = shared.state();
-        if state.index.readable(&address).is_some() || state.queued.contains_key(&address) {
+        if state.touch(&address, used) {
+            shared.work.notify_one();
             return true;
         }
         let is_too_large = job_bytes > shared.max_bytes.min(MAX_FILE_BYTES);
@@ -151,7 +154,7 @@ impl KvStore {
         }
         state.jobs += 1;
         let number = state.jobs;
-        state.queued.insert(address, number);
+        state.queued.insert(address, Queued { number, used });
         state.queued_bytes += job_bytes;
         state.queue.push_back(Job { address, payload, number });
         shared.work.notify_one();
@@ -348,12 +351,12 @@ struct Shared {
 struct State {
     index: Index,
     queue: VecDeque<Job>,
-    /// The addresses of the queue and of the entry that is written now, with the numbers of their jobs.
-    queued: HashMap<Address, u64>,
+    /// The entries of the queue, and the one that is written now.
+    queued: HashMap<Address, Queued>,
     /// Bytes of the files of the queue and of the entry that is written now.
     queued_bytes: u64,
     is_writing: bool,
-    /// Entries whose use is not yet recorded in the times of their files, the oldest use first.
+    /// Entries whose last use is not yet recorded in the times of their files.
     touched: VecDeque<Address>,
     /// Entries that the index has no longer, and whose files are to be removed.
     unwanted: Vec<Address>,
@@ -382,6 +385,14 @@ struct Job {
     number: u64,
 }
 
+/// What is known of an entry that is not written yet.
+struct Queued {
+    /// [`Job::number`] of its job.
+    number: u64,
+    /// Its last use.
+    used: UseTime,
+}
+
 impl Job {
     fn bytes(&self) -> u64 {
         file_bytes(self.payload.len())
@@ -400,7 +411,22 @@ impl State {
 
     /// Whether the entry is still wanted: it was not removed since it was queued.
     fn is_wanted(&self, job: &Job) -> bool {
-        self.queued.get(&job.address) == Some(&job.number)
+        self.queued.get(&job.address).is_some_and(|queued| queued.number == job.number)
+    }
+
+    /// Records a use of an entry that is in the queue, or in the folder where it can be read. Returns whether it is.
+    fn touch(&mut self, address: &Address, used: UseTime) -> bool {
+        if let Some(queued) = self.queued.get_mut(address) {
+            queued.used = queued.used.max(used);
+            return true;
+        }
+        if self.index.readable(address).is_none() {
+            return false;
+        }
+        if self.index.touch(address, used) {
+            self.touched.push_back(*address);
+        }
+        true
     }
 
     fn drop_queue(&mut self) {
@@ -421,8 +447,8 @@ impl State {
         }
     }
 
-    fn was_read(&mut self, address: &Address, bytes: usize, took: Duration) {
-        self.index.touch(address);
+    fn was_read(&mut self, address: &Address, bytes: usize, used: UseTime, took: Duration) {
+        self.touch(address, used);
         self.counts.read_entries += 1;
         self.counts.read_bytes += file_bytes(bytes);
         self.counts.read_ns += nanoseconds(took);
@@ -435,10 +461,6 @@ impl State {
         self.counts.write_ns += nanoseconds(took);
         self.write_error = None;
     }
-}
-
-fn nanoseconds(time: Duration) -> u64 {
-    u64::try_from(time.as_nanos()).unwrap_or(u64::MAX)
 }
 
 /// Bounds the log lines about one kind of event.
@@ -561,19 +583,21 @@ impl Shared {
 #[derive(Default)]
 struct Index {
     entries: HashMap<Address, Entry>,
-    /// Addresses by `Entry::used`, oldest first.
-    order: BTreeMap<u64, Address>,
+    /// All entries by `Entry::used`, oldest first.
+    order: BTreeSet<(UseTime, Address)>,
     bytes: u64,
-    /// Counts insertions and uses.
-    clock: u64,
+    /// Counts insertions.
+    insertions: u64,
+    /// The latest time that `Index::now` returned, or that a file had at the start.
+    latest: UseTime,
 }
 
 struct Entry {
     /// Bytes of the file.
     bytes: u64,
-    /// The clock at the last use.
-    used: u64,
-    /// The clock at the insertion. It tells two files of the same address apart.
+    /// The last use.
+    used: UseTime,
+    /// The number of insertions before. It tells two files of the same address apart.
     inserted: u64,
     /// Whether a read failed with an error of the file system.
     is_unreadable: bool,
@@ -582,18 +606,27 @@ struct Entry {
 }
 
 impl Index {
-    fn new(mut found: Vec<Found>) -> Self {
-        found.sort_unstable_by_key(|found| (found.modified, found.address));
+    fn new(found: Vec<Found>) -> Self {
         let mut index = Self::default();
-        found.iter().for_each(|found| index.insert(found.address, found.bytes));
+        for Found { address, bytes, used } in found {
+            index.insert(address, bytes, used);
+            index.latest = index.latest.max(used);
+        }
         index
     }
 
-    fn insert(&mut self, address: Address, bytes: u64) {
+    fn now(&mut self) -> UseTime {
+        self.latest = UseTime::after(self.latest);
+        self.latest
+    }
+
+    fn insert(&mut self, address: Address, bytes: u64, used: UseTime) {
         self.remove(&address);
-        let now = self.tick(address);
-        let entry = Entry { bytes, used: now, inserted: now, is_unreadable: false, is_touched: false };
+        let inserted = self.insertions;
+        self.insertions += 1;
+        let entry = Entry { bytes, used, inserted, is_unreadable: false, is_touched: false };
         self.entries.insert(address, entry);
+        self.order.insert((used, address));
         self.bytes += bytes;
     }
 
@@ -609,36 +642,29 @@ impl Index {
         }
     }
 
-    /// Whether the use of an entry is to be recorded in the time of its file, and no earlier use waits for that.
-    fn begin_stamp(&mut self, address: &Address) -> bool {
-        self.entries.get_mut(address).is_some_and(|entry| !std::mem::replace(&mut entry.is_touched, true))
+    /// Records a use of an entry, unless a later one is recorded. Returns whether it must be recorded in the time of the
+    /// file too, and no earlier use waits for that.
+    fn touch(&mut self, address: &Address, used: UseTime) -> bool {
+        let Some(entry) = self.entries.get_mut(address).filter(|entry| entry.used < used) else {
+            return false;
+        };
+        self.order.remove(&(entry.used, *address));
+        self.order.insert((used, *address));
+        entry.used = used;
+        !std::mem::replace(&mut entry.is_touched, true)
     }
 
-    /// The next recorded use may be another one.
-    fn end_stamp(&mut self, address: &Address) {
-        self.entries.entry(*address).and_modify(|entry| entry.is_touched = false);
-    }
-
-    /// Makes an address the newest in the order; returns the clock.
-    fn tick(&mut self, address: Address) -> u64 {
-        self.clock += 1;
-        self.order.insert(self.clock, address);
-        self.clock
-    }
-
-    /// Makes an entry the newest one, if it is still there.
-    fn touch(&mut self, address: &Address) {
-        if let Some(used) = self.entries.get(address).map(|entry| entry.used) {
-            self.order.remove(&used);
-            let now = self.tick(*address);
-            self.entries.entry(*address).and_modify(|entry| entry.used = now);
-        }
+    /// The last use of an entry, which is recorded in the time of its file now. The next use must be recorded again.
+    fn take_touched(&mut self, address: &Address) -> Option<UseTime> {
+        let entry = self.entries.get_mut(address)?;
+        entry.is_touched = false;
+        Some(entry.used)
     }
 
     /// Removes an entry; returns its bytes.
     fn remove(&mut self, address: &Address) -> Option<u64> {
         let entry = self.entries.remove(address)?;
-        self.order.remove(&entry.used);
+        self.order.remove(&(entry.used, *address));
         self.bytes -= entry.bytes;
         Some(entry.bytes)
     }
@@ -652,7 +678,7 @@ impl Index {
 
     /// The oldest entry, if all entries together have more than `max_bytes` bytes.
     fn oldest_above(&self, max_bytes: u64) -> Option<Address> {
-        self.order.first_key_value().filter(|_| self.bytes > max_bytes).map(|(_, address)| *address)
+        self.order.first().filter(|_| self.bytes > max_bytes).map(|(_, address)| *address)
     }
 }
 
@@ -666,7 +692,7 @@ enum Work {
     Write(Job),
     /// Removes the file of an entry.
     Remove(Address),
-    /// Records a use of an entry in the time of its file.
+    /// Records the last use of an entry in the time of its file.
     Stamp(Address),
 }
 
@@ -680,7 +706,8 @@ impl Writer {
                     continue;
                 }
                 Work::Stamp(address) => {
-                    self.0.folder.stamp(&address);
+                    let used = self.0.state().index.take_touched(&address);
+                    used.into_iter().for_each(|used| self.0.folder.stamp(&address, used));
                     continue;
                 }
             };
@@ -706,9 +733,7 @@ impl Writer {
             state.is_writing = true;
             return Some(Work::Write(job));
         }
-        let address = state.touched.pop_front()?;
-        state.index.end_stamp(&address);
-        Some(Work::Stamp(address))
+        state.touched.pop_front().map(Work::Stamp)
     }
 
     /// Removes the file of an entry that the index has no longer.
@@ -768,17 +793,17 @@ impl Writer {
             File::from(rustix::fs::openat(subfolder, &names.temporary, flags, Mode::RUSR | Mode::WUSR)?);
         (self.0.options.write)(&mut file, &encode_header(&job.address, &job.payload))?;
         (self.0.options.write)(&mut file, &job.payload)?;
-        // The kernel's own stamp is some milliseconds old, so it could be before that of an earlier read.
-        file.set_modified(SystemTime::now())
+        // An entry that was removed meanwhile is not kept.
+        let used = self.0.state().queued.get(&job.address).map(|queued| queued.used);
+        used.map_or(Ok(()), |used| file.set_modified(used.into()))
     }
 
     fn commit(&self, subfolder: &OwnedFd, names: &Names, job: &Job) -> io::Result<bool> {
         let _files = self.0.lock_files();
-        if !self.0.state().is_wanted(job) {
-            return Ok(false);
-        }
+        let wanted = |state: &State| state.is_wanted(job).then(|| state.queued[&job.address].used);
+        let Some(used) = wanted(&self.0.state()) else { return Ok(false) };
         rustix::fs::renameat(subfolder, &names.temporary, subfolder, &names.entry)?;
-        self.0.state().index.insert(job.address, job.bytes());
+        self.0.state().index.insert(job.address, job.bytes(), used);
         Ok(true)
     }
 }
@@ -810,8 +835,7 @@ struct Folder {
 struct Found {
     address: Address,
     bytes: u64,
-    /// Seconds and nanoseconds of the last use.
-    modified: (i64, i64),
+    used: UseTime,
 }
 
 /// The names of an entry.
@@ -914,7 +938,6 @@ impl Folder {
         Ok(secret)
     }
 
-    /// Reads an entry, and records its use in the time of its file.
     fn read(&self, address: &Address, bytes: usize) -> Result<Vec<u8>, Unreadable> {
         let file = self.open_entry(address).map_err(|error| match is_other_type(error) {
             true => Unreadable::Damage(Damage::NotAFile),
@@ -923,16 +946,13 @@ impl Folder {
         if !file.metadata()?.is_file() {
             return Err(Damage::NotAFile.into());
         }
-        let payload = decode(&file, address, bytes)?;
-        set_used(&file);
-        Ok(payload)
+        decode(&file, address, bytes)
     }
 
-    /// Records a use of an entry in the time of its file.
-    fn stamp(&self, address: &Address) {
-        if let Ok(file) = self.open_entry(address) {
-            set_used(&file);
-        }
+    /// Records a use of an entry in the time of its file. An error does not matter: only the order of evictions after a
+    /// restart depends on that time.
+    fn stamp(&self, address: &Address, used: UseTime) {
+        let _ = self.open_entry(address).map(|file| file.set_modified(used.into()));
     }
 
     fn open_entry(&self, address: &Address) -> rustix::io::Result<File> {
@@ -956,12 +976,6 @@ impl Folder {
 /// Opens a folder. Unlike the names in it, it may be a link.
 fn open_root(path: &Path) -> rustix::io::Result<OwnedFd> {
     rustix::fs::openat(CWD, path, OFlags::DIRECTORY | OFlags::CLOEXEC, Mode::empty())
-}
-
-/// Records a use of an entry in the time of its file. An error does not matter: only the order of evictions after a
-/// restart depends on that time.
-fn set_used(file: &File) {
-    let _ = file.set_modified(SystemTime::now());
 }
 
 /// Whether a name was not opened because it is a link or a socket, or not the folder that was expected.
@@ -1015,8 +1029,8 @@ fn list_subfolder(subfolder: &OwnedFd, prefix: &str, found: &mut Vec<Found>) -> 
 fn find(subfolder: &OwnedFd, name: &str, address: Address) -> Option<Found> {
     let stat = rustix::fs::statat(subfolder, name, AtFlags::SYMLINK_NOFOLLOW).ok()?;
     let is_file = FileType::from_raw_mode(stat.st_mode) == FileType::RegularFile;
-    let modified = (stat.st_mtime, stat.st_mtime_nsec as i64);
-    is_file.then_some(Found { address, bytes: u64::try_from(stat.st_size).unwrap_or(0), modified })
+    let used = UseTime::of_file(stat.st_mtime, stat.st_mtime_nsec as u64);
+    is_file.then_some(Found { address, bytes: u64::try_from(stat.st_size).unwrap_or(0), used })
 }
 
 /// Removes a file, a link or an empty folder. That it is already gone is no error.
@@ -1044,6 +1058,7 @@ mod tests {
     use std::os::unix::fs::{MetadataExt as _, PermissionsExt as _, symlink};
     use std::sync::atomic::{AtomicU32, Ordering};
     use std::sync::mpsc::{Receiver, channel};
+    use std::time::SystemTime;
 
     use rand::{Rng as _, RngCore as _, SeedableRng as _};
     use rand_chacha::ChaCha8Rng;
@@ -1083,7 +1098,7 @@ mod tests {
     /// Writes a piece and waits until it is on the disk.
     fn put(store: &KvStore, number: u64, bytes: usize) -> Address {
         let (address, payload) = piece(number, bytes);
-        assert!(store.write(address, payload));
+        assert!(store.write(address, payload, store.now()));
         assert!(store.flush(LONG));
         assert!(store.contains(&address));
         address
@@ -1125,7 +1140,7 @@ mod tests {
     fn queue_three(store: &KvStore) {
         for number in 0..3 {
             let (address, payload) = piece(number, 10);
-            assert!(store.write(address, payload));
+            assert!(store.write(address, payload, store.now()));
         }
     }
 
@@ -1161,7 +1176,7 @@ mod tests {
         let store = open(&folder, MUCH);
         for bytes in [0, 1, BLOCK_BYTES - 1, BLOCK_BYTES, 3 * BLOCK_BYTES + 5] {
             let address = put(&store, bytes as u64, bytes);
-            assert_eq!(store.read(&address, bytes), Some(piece(bytes as u64, bytes).1));
+            assert_eq!(store.read(&address, bytes, store.now()), Some(piece(bytes as u64, bytes).1));
             let metadata = path_of(folder.path(), &address).metadata().unwrap();
             assert_eq!(metadata.len(), file_bytes(bytes));
             assert_eq!(metadata.mode() & 0o777, 0o600);
@@ -1182,7 +1197,7 @@ mod tests {
         assert_eq!(store.stats().written_entries, 1);
         let (unknown, _) = piece(2, 10);
         assert!(!store.contains(&unknown));
-        assert_eq!(store.read(&unknown, 10), None);
+        assert_eq!(store.read(&unknown, 10, store.now()), None);
         assert_eq!(store.stats().damaged_entries, 0);
     }
 
@@ -1192,7 +1207,7 @@ mod tests {
         let store = open(&folder, MUCH);
         for wrong in [9, 11, 3 * BLOCK_BYTES, usize::MAX] {
             let address = put(&store, 1, 10);
-            assert_eq!(store.read(&address, wrong), None);
+            assert_eq!(store.read(&address, wrong, store.now()), None);
             assert!(!store.contains(&address));
         }
         assert_eq!(store.stats().damaged_entries, 4);
@@ -1204,7 +1219,7 @@ mod tests {
         let folder = folder();
         let store = open(&folder, MUCH);
         let addresses: Vec<Address> = (0..4).map(|number| put(&store, number, 100)).collect();
-        assert!(store.read(&addresses[0], 100).is_some());
+        assert!(store.read(&addresses[0], 100, store.now()).is_some());
         let bytes = store.stats().bytes;
         drop(store);
 
@@ -1226,15 +1241,71 @@ mod tests {
         let folder = folder();
         let store = open(&folder, MUCH);
         let addresses: Vec<Address> = (0..4).map(|number| put(&store, number, 100)).collect();
-        store.touch(&addresses[1]);
-        store.touch(&addresses[0]);
-        store.touch(&piece(9, 100).0);
+        store.touch(&addresses[1], store.now());
+        store.touch(&addresses[0], store.now());
+        store.touch(&piece(9, 100).0, store.now());
         drop(store);
 
         let store = open(&folder, 2 * file_bytes(100));
         let left: Vec<bool> = addresses.iter().map(|address| store.contains(address)).collect();
         assert_eq!(left, [true, true, false, false]);
         assert_matches_disk(&store, folder.path());
+    }
+
+    /// They are written from the most valuable one on, so that the others are of use if the server ends meanwhile.
+    #[test]
+    fn of_entries_that_are_used_at_once_those_worth_less_are_evicted_first() {
+        let folder = folder();
+        let store = open(&folder, 4 * file_bytes(100));
+        let old = put(&store, 9, 100);
+        let used = store.now();
+        let write = |number: u64| {
+            let (address, payload) = piece(number, 100);
+            assert!(store.write(address, payload, used.less(number as usize)) && store.flush(LONG));
+            address
+        };
+        let addresses: Vec<Address> = (0..5).map(write).collect();
+        let left = |store: &KvStore| addresses.iter().map(|a| store.contains(a)).collect::<Vec<_>>();
+        assert!(!store.contains(&old));
+        assert_eq!(left(&store), [true, true, true, false, true], "the last one needed room");
+        assert!(store.touch(&addresses[0], used.less(100)), "an earlier use changes nothing");
+        drop(store);
+
+        let store = open(&folder, 2 * file_bytes(100));
+        assert_eq!(left(&store), [true, true, false, false, false]);
+    }
+
+    #[test]
+    fn the_use_of_an_entry_that_waits_to_be_written_counts() {
+        let (folder, gate) = (folder(), Arc::new(Mutex::new(())));
+        let (write, begins) = gated_write(&gate);
+        let store = open_with(&folder, MUCH, write);
+        let closed = gate.lock().unwrap();
+        queue_three(&store);
+        begins.recv().unwrap();
+        let addresses: Vec<Address> = (0..3).map(|number| piece(number, 10).0).collect();
+        for address in &addresses[..2] {
+            assert!(store.touch(address, store.now()) && !store.contains(address));
+        }
+        drop(closed);
+        assert!(store.flush(LONG));
+        drop(store);
+        let store = open(&folder, 2 * file_bytes(10));
+        let left: Vec<bool> = addresses.iter().map(|address| store.contains(address)).collect();
+        assert_eq!(left, [true, true, false]);
+    }
+
+    #[test]
+    fn an_entry_is_newer_than_the_files_from_before_the_clock_was_set_back() {
+        let folder = folder();
+        let store = open(&folder, MUCH);
+        let before = put(&store, 1, 100);
+        let file = File::open(path_of(folder.path(), &before)).unwrap();
+        file.set_modified(SystemTime::now() + Duration::from_secs(3600)).unwrap();
+        drop(store);
+        let after = put(&open(&folder, MUCH), 2, 100);
+        let store = open(&folder, file_bytes(100));
+        assert_eq!([store.contains(&before), store.contains(&after)], [false, true]);
     }
 
     /// As after an error of the disk, which a test cannot cause.
@@ -1246,11 +1317,11 @@ mod tests {
         for address in &addresses {
             let inserted = store.shared().state().index.entries[address].inserted;
             store.shared().state().index.set_unreadable(address, inserted);
-            assert!(!store.contains(address) && store.read(address, 100).is_none());
+            assert!(!store.contains(address) && store.read(address, 100, store.now()).is_none());
         }
         assert_matches_disk(&store, folder.path());
         put(&store, 1, 100);
-        assert_eq!(store.read(&addresses[1], 100), Some(piece(1, 100).1));
+        assert_eq!(store.read(&addresses[1], 100, store.now()), Some(piece(1, 100).1));
         assert_matches_disk(&store, folder.path());
         // Needs the room of the other one.
         put(&store, 2, 200);
@@ -1264,7 +1335,7 @@ mod tests {
         let folder = folder();
         let store = open(&folder, 4 * file_bytes(100));
         let addresses: Vec<Address> = (0..4).map(|number| put(&store, number, 100)).collect();
-        assert!(store.read(&addresses[0], 100).is_some());
+        assert!(store.read(&addresses[0], 100, store.now()).is_some());
         // Needs the room of two entries.
         put(&store, 9, 200);
         let left: Vec<bool> = addresses.iter().map(|address| store.contains(address)).collect();
@@ -1273,7 +1344,7 @@ mod tests {
         assert_matches_disk(&store, folder.path());
 
         let (large, payload) = piece(10, 1000);
-        assert!(!store.write(large, payload));
+        assert!(!store.write(large, payload, store.now()));
         assert_eq!((store.stats().entries, store.stats().dropped_entries), (3, 1));
     }
 
@@ -1331,13 +1402,13 @@ mod tests {
             let address = put(&store, case as u64, bytes);
             let path = path_of(folder.path(), &address);
             damage(case % 10, &path, spare.path(), &mut rng);
-            assert_eq!(store.read(&address, bytes), None, "case {case}");
+            assert_eq!(store.read(&address, bytes, store.now()), None, "case {case}");
             assert!(path.symlink_metadata().is_err(), "case {case}");
             assert!(!store.contains(&address));
             assert_eq!(store.stats().damaged_entries, case as u64 + 1);
             // The address can be written again.
             put(&store, case as u64, bytes);
-            assert!(store.read(&address, bytes).is_some());
+            assert!(store.read(&address, bytes, store.now()).is_some());
         }
         assert!(spare.path().join("intact").is_file());
         assert_eq!(store.stats().read_errors, 0);
@@ -1350,9 +1421,9 @@ mod tests {
         let store = open(&folder, MUCH);
         let (from, to) = (put(&store, 1, 50), put(&store, 2, 50));
         fs::rename(path_of(folder.path(), &from), path_of(folder.path(), &to)).unwrap();
-        assert_eq!(store.read(&to, 50), None);
+        assert_eq!(store.read(&to, 50, store.now()), None);
         assert_eq!(store.stats().damaged_entries, 1);
-        assert_eq!(store.read(&from, 50), None);
+        assert_eq!(store.read(&from, 50, store.now()), None);
         assert_eq!((store.stats().damaged_entries, store.stats().read_errors), (1, 0));
         assert_matches_disk(&store, folder.path());
     }
@@ -1408,10 +1479,10 @@ mod tests {
         let target = elsewhere.path().join("target");
         fs::rename(&subfolder, &target).unwrap();
         symlink(&target, &subfolder).unwrap();
-        assert_eq!(store.read(&address, 50), None);
+        assert_eq!(store.read(&address, 50, store.now()), None);
         assert!(!store.contains(&address));
         // Writing there fails, and does not write to the target either.
-        assert!(store.write(address, piece(1, 50).1) && store.flush(LONG));
+        assert!(store.write(address, piece(1, 50).1, store.now()) && store.flush(LONG));
         assert_eq!(store.stats().write_errors, 1);
         drop(store);
 
@@ -1426,7 +1497,7 @@ mod tests {
         let (folder, failures) = (folder(), Arc::new(AtomicU32::new(u32::MAX)));
         let store = open_with(&folder, MUCH, failing_write(&failures));
         let (address, payload) = piece(1, 1000);
-        assert!(store.write(address, payload) && store.flush(LONG));
+        assert!(store.write(address, payload, store.now()) && store.flush(LONG));
         let stats = store.stats();
         assert_eq!((stats.write_errors, stats.entries, stats.written_entries), (1, 0, 0));
         let error = stats.error.unwrap();
@@ -1436,12 +1507,12 @@ mod tests {
 
         failures.store(0, Ordering::SeqCst);
         let (address, payload) = piece(2, 1000);
-        assert!(!store.write(address, payload));
+        assert!(!store.write(address, payload, store.now()));
         assert_eq!(store.stats().dropped_entries, 1);
 
         store.shared().state().paused_until = Some(Instant::now());
         let address = put(&store, 2, 1000);
-        assert_eq!(store.read(&address, 1000), Some(piece(2, 1000).1));
+        assert_eq!(store.read(&address, 1000, store.now()), Some(piece(2, 1000).1));
         assert_eq!(store.stats().error, None);
         assert_matches_disk(&store, folder.path());
     }
@@ -1481,9 +1552,9 @@ mod tests {
         let store = open(&folder, MUCH);
         let address = put(&store, 1, 10);
         fs::remove_dir_all(folder.path()).unwrap();
-        assert_eq!(store.read(&address, 10), None);
+        assert_eq!(store.read(&address, 10, store.now()), None);
         let (address, payload) = piece(2, 10);
-        assert!(store.write(address, payload) && store.flush(LONG));
+        assert!(store.write(address, payload, store.now()) && store.flush(LONG));
         let stats = store.stats();
         assert_eq!((stats.write_errors, stats.damaged_entries, stats.entries), (1, 0, 0));
         assert!(stats.error.unwrap().contains("restart the server"));
@@ -1498,11 +1569,11 @@ mod tests {
         let store = KvStore::open_with(folder.path(), MUCH, options).unwrap();
         let closed = gate.lock().unwrap();
         let accepted: Vec<bool> =
-            (0..5).map(|number| piece(number, 100)).map(|(a, p)| store.write(a, p)).collect();
+            (0..5).map(|number| piece(number, 100)).map(|(a, p)| store.write(a, p, store.now())).collect();
         begins.recv().unwrap();
         assert_eq!(accepted, [true, true, true, false, false]);
         let (first, payload) = piece(0, 100);
-        assert!(store.write(first, payload));
+        assert!(store.write(first, payload, store.now()));
         assert!(!store.contains(&first));
         let stats = store.stats();
         assert_eq!((stats.queued_bytes, stats.dropped_entries), (3 * file_bytes(100), 2));
@@ -1534,7 +1605,7 @@ mod tests {
 
         let store = open(&folder, MUCH);
         assert_eq!(store.stats().entries, 1);
-        assert!(store.read(&piece(0, 10).0, 10).is_some());
+        assert!(store.read(&piece(0, 10).0, 10, store.now()).is_some());
     }
 
     #[test]
@@ -1542,11 +1613,11 @@ mod tests {
         let folder = folder();
         let store = open_with(&folder, MUCH, Box::new(|_, _| panic!("expected by a test")));
         let (address, payload) = piece(1, 10);
-        assert!(store.write(address, payload));
+        assert!(store.write(address, payload, store.now()));
         assert!(store.flush(LONG));
         store.shared().wait_while(LONG, |state| !state.is_ended);
         let (address, payload) = piece(2, 10);
-        assert!(!store.write(address, payload));
+        assert!(!store.write(address, payload, store.now()));
         drop(store);
         assert_eq!(open(&folder, MUCH).stats().entries, 0);
         assert_eq!(files_in(folder.path()), []);
@@ -1680,7 +1751,7 @@ mod tests {
             assert!(at(name).is_file(), "{name}");
         }
         assert_eq!((store.stats().entries, store.stats().bytes), (1, file_bytes(10)));
-        assert!(store.read(&address, 10).is_some());
+        assert!(store.read(&address, 10, store.now()).is_some());
     }
 
     #[test]
@@ -1720,20 +1791,20 @@ mod tests {
         let addresses: Vec<Address> = (0..2).map(|number| piece(number, 10).0).collect();
         store.remove(&addresses);
         let (first, payload) = piece(0, 10);
-        assert!(store.write(first, payload.clone()), "while the removed entry is written");
+        assert!(store.write(first, payload.clone(), store.now()), "while the removed entry is written");
         drop(closed);
         assert!(store.flush(LONG));
         let has = |number| store.contains(&piece(number, 10).0);
         assert_eq!([has(0), has(1), has(2)], [true, false, true]);
-        assert_eq!(store.read(&first, 10), Some(payload.clone()));
+        assert_eq!(store.read(&first, 10, store.now()), Some(payload.clone()));
         store.remove(&addresses);
-        assert!(!has(0) && store.read(&first, 10).is_none());
+        assert!(!has(0) && store.read(&first, 10, store.now()).is_none());
         let path = path_of(folder.path(), &first);
         while path.exists() {
             std::thread::yield_now();
         }
-        assert!(store.write(first, payload.clone()) && store.flush(LONG));
-        assert_eq!(store.read(&first, 10), Some(payload));
+        assert!(store.write(first, payload.clone(), store.now()) && store.flush(LONG));
+        assert_eq!(store.read(&first, 10, store.now()), Some(payload));
     }
 
     #[test]
@@ -1748,12 +1819,12 @@ mod tests {
         assert_eq!(store.stats().queued_bytes, file_bytes(10));
         // The same address again, while its first write is not complete.
         let (address, payload) = piece(0, 10);
-        assert!(store.write(address, payload));
+        assert!(store.write(address, payload, store.now()));
         drop(closed);
         assert!(store.flush(LONG));
         let stats = store.stats();
         assert_eq!((stats.entries, stats.written_entries, stats.dropped_entries), (1, 1, 3));
-        assert!(store.read(&address, 10).is_some());
+        assert!(store.read(&address, 10, store.now()).is_some());
         assert_matches_disk(&store, folder.path());
     }
 
@@ -1772,9 +1843,9 @@ mod tests {
                     for _ in 0..2000 {
                         let (address, payload) = &pieces[rng.random_range(0..pieces.len())];
                         match rng.random_range(0..1000) {
-                            0..450 => drop(store.write(*address, payload.clone())),
+                            0..450 => drop(store.write(*address, payload.clone(), store.now())),
                             450..900 => {
-                                let read = store.read(address, payload.len());
+                                let read = store.read(address, payload.len(), store.now());
                                 assert!(read.is_none_or(|read| read == *payload));
                             }
                             900..950 => assert!(store.stats().bytes <= 600_000),

@@ -179,7 +179,7 @@ fn a_store_whose_writer_is_killed_has_only_whole_entries() {
             let (address, bytes) = contents(n);
             if store.contains(&address) {
                 assert_eq!(
-                    store.read(&address, bytes.len()).as_ref(),
+                    store.read(&address, bytes.len(), store.now()).as_ref(),
                     Some(&bytes),
                     "entry {n} after run {run}"
                 );

@@ -21,7 +21,7 @@ fn main() {
     loop {
         let (address, bytes) = contents(rng.random_range(0..60));
         let length = bytes.len();
-        store.write(address, bytes);
-        store.read(&address, length);
+        store.write(address, bytes, store.now());
+        store.read(&address, length, store.now());
     }
 }

@@ -53,7 +53,7 @@ struct Options {
     model: [u8; 32],
     with_draft: bool,
     idle_unload: Option<Duration>,
-    /// Blocks of the pool with a window.
+    /// Blocks of the pool with a window; 0 = there is no such pool, and texts may be longer.
     sliding: usize,
     speculation_tokens: usize,
 }
@@ -83,7 +83,11 @@ fn open(folder: &Path, max_bytes: u64) -> KvStore {
 impl Server {
     fn start(folder: &Path, options: Options) -> Self {
         let Options { max_bytes, model, with_draft, idle_unload, sliding, speculation_tokens } = options;
-        let limits = Limits { kv: kv_with(200, sliding), ..limits() };
+        let mut limits = Limits { kv: kv_with(200, sliding), ..limits() };
+        if sliding == 0 {
+            limits.kv.pools.pop();
+            limits.max_context = 600;
+        }
         let make = move || {
             let (runner, control) = match with_draft {
                 true => FakeRunner::with_draft(limits.clone(), mixed(IDS), 1),
@@ -260,7 +264,7 @@ fn a_mutated_entry_is_refused_unless_its_bytes_are_the_same() {
     let (address, length) = fuzz_bodies::KV_ENTRY;
     let payload: Vec<u8> = (0..length).map(|_| rng.random()).collect();
     let store = KvStore::open(&path, PLENTY).unwrap();
-    assert!(store.write(Address::new(address), payload.clone()) && store.flush(HANG));
+    assert!(store.write(Address::new(address), payload.clone(), store.now()) && store.flush(HANG));
     let file = fs::read_dir(path.join("07")).unwrap().next().unwrap().unwrap().path();
     let whole = fs::read(file).unwrap();
     assert_eq!(fuzz_bodies::kv_entry(whole.clone()), Some(payload));
@@ -320,6 +324,25 @@ fn a_lost_device_computes_only_what_is_not_on_disk() {
     assert_eq!((stats.losses, stats.disk.hits), (1, 1), "{stats:?}");
     assert!(server.control.computed_ids() - before < 120, "the prompt was not computed again");
     server.stop();
+}
+
+/// What is left of a text after its end was evicted is of use.
+#[test]
+fn the_end_of_a_text_is_evicted_first() {
+    let options = Options { sliding: 0, ..USUAL };
+    let text = prompt(500, 1);
+    for (left, cached) in [(2, 256), (1, 128)] {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("kv");
+        assert_eq!(answer_alone(&path, options, request(&text, 8)), (expected(&text, 8), 0));
+        // Three entries of 128 tokens, and smaller ones at the ends of the prompt and of the answer.
+        let stats = open(&path, PLENTY).stats();
+        assert_eq!(stats.entries, 5, "{stats:?}");
+        let max_bytes = (left + 1) * stats.bytes / stats.entries;
+        assert_eq!(open(&path, max_bytes).stats().entries, left);
+        let again = answer_alone(&path, options, request(&text, 8));
+        assert_eq!(again, (expected(&text, 8), cached), "{left} entries");
+    }
 }
 
 /// What is read does not delay others: they get tokens while one waits for the disk.
