@@ -45,8 +45,12 @@ use crate::model::{KvPool, Limits, PoolBlock, Runner, RunnerError, first_seen};
 
 /// Tokens of a group of blocks, if they have no more than [`ENTRY_BYTES`].
 const GROUP_TOKENS: usize = 128;
-/// The most bytes of an entry that has more than one block. The next step waits until an entry is copied.
+/// The most bytes of an entry that has more than one block, and of entries that are saved between two steps. The next step
+/// waits until they are copied.
 const ENTRY_BYTES: u64 = 16 << 20;
+/// The most entries that are saved between two steps, because each of them has a cost of its own. Steps do not overlap as
+/// long as entries wait, and other sequences may take their blocks.
+const SAVES_AT_ONCE: usize = 8;
 /// Entries that are read ahead of the device.
 const READ_AHEAD: usize = 2;
 /// Bytes that may wait to be written before the engine reads no more of them from the device.
@@ -232,12 +236,27 @@ impl Disk {
         self.config.store.remove(&addresses);
     }
 
-    /// Reads the next entry from the device and gives it to the store. No step may be in flight.
-    pub(super) fn save_next(
+    /// Saves the next entries, as many as are copied in a short time. No step may be in flight.
+    pub(super) fn save_some(
         &mut self,
         scheduler: &Scheduler,
         runner: &mut dyn Runner,
     ) -> Result<(), RunnerError> {
+        let mut bytes = 0;
+        for number in 0..SAVES_AT_ONCE {
+            let Some(next) = self.pending.front().filter(|_| self.can_save()) else { break };
+            bytes += next.nodes.len() as u64 * self.limits.block_bytes[next.pool];
+            // An entry of one block may be larger.
+            if number > 0 && bytes > ENTRY_BYTES {
+                break;
+            }
+            self.save_next(scheduler, runner)?;
+        }
+        Ok(())
+    }
+
+    /// Reads the next entry from the device and gives it to the store. No step may be in flight.
+    fn save_next(&mut self, scheduler: &Scheduler, runner: &mut dyn Runner) -> Result<(), RunnerError> {
         self.drop_cleared();
         let Some(Entry { address, pool, nodes }) = self.pending.pop_front() else { return Ok(()) };
         let used = self.pending_uses.remove(&address).unwrap_or_default();

@@ -8,7 +8,7 @@
 //! Steps overlap: while the device runs one step, the next one is already submitted. An id that one step draws feeds
 //! the next step on the device. The host checks stop ids and limits, and sends events, while the device computes.
 //!
-//! Steps do not overlap in four cases:
+//! Steps do not overlap in five cases:
 //!
 //! - [`EngineHandle::set_courtesy`] bounds the engine's share of the device's time.
 //! - A coprocessor computes part of the attention of a prompt. The runner waits for the coprocessor while it submits such a step. So
@@ -18,6 +18,7 @@
 //!   in flight.
 //! - A sequence wants tokens of a draft model. The draft model drafts the ids after the last known id, and one step of
 //!   the model verifies all of them.
+//! - Blocks are copied from the device to the disk, or from the disk to the device. That is done while no step is in flight.
 //!
 //! The engine works with token ids. It knows nothing about text, HTTP, devices or layers. It never waits for the reader
 //! of a stream: if [`EVENTS`] unread events for each answer of a request pile up, the engine cancels that request

@@ -321,8 +321,8 @@ impl StepLoop {
         }
         let runner = self.runner.loaded();
         disk.write_next(&mut self.scheduler, runner, DISK_BUDGET, Duration::ZERO)?;
-        if !disk.is_reading() && disk.can_save() {
-            disk.save_next(&self.scheduler, runner)?;
+        if !disk.is_reading() {
+            disk.save_some(&self.scheduler, runner)?;
         }
         Ok(())
     }
@@ -489,16 +489,16 @@ impl StepLoop {
         let others = self.working.as_ref().map_or(0, Working::others);
         // A load has no work of its own, and waits for its turn.
         let is_wanted = others > 0 || self.turn.as_ref().is_some_and(Turn::is_wanted);
-        // With a bound, the submission of a second step would wait for its time slots and delay the results of the
-        // first.
-        // Blocks are copied while no step is in flight.
-        let copies = self.disk.as_ref().is_some_and(Disk::is_busy);
-        let most =
-            if courtesy.is_bound() || is_wanted || copies { 1 } else { self.shared.limits.max_in_flight };
         // A client of this engine may wait for a step of each other engine between two tokens, and the other way round.
         self.scheduler.set_engines(1 + others);
         self.scheduler.set_attention_path(self.runner.loaded().attention_path());
         self.use_disk().map_err(|error| self.failure(error, None))?;
+        // Blocks are copied while no step is in flight.
+        let copies = self.disk.as_ref().is_some_and(Disk::is_busy);
+        // With a bound, the submission of a second step would wait for its time slots and delay the results of the
+        // first.
+        let is_alone = courtesy.is_bound() || is_wanted || copies;
+        let most = if is_alone { 1 } else { self.shared.limits.max_in_flight };
         self.ledger.begin_span();
         while self.in_flight.len() < most {
             let step = match self.held.take() {

@@ -326,6 +326,27 @@ fn a_lost_device_computes_only_what_is_not_on_disk() {
     server.stop();
 }
 
+/// Steps do not overlap as long as entries wait, and their blocks may be taken meanwhile.
+#[test]
+fn small_entries_are_saved_together_between_two_steps() {
+    let folder = tempfile::tempdir().unwrap();
+    let server = Server::start(&folder.path().join("kv"), Options { speculation_tokens: 0, ..USUAL });
+    let text = prompt(120, 4);
+    // The step after the one that ends the prompt is in flight when that one ends.
+    server.control.allow(9);
+    let mut stream =
+        server.engine.submit(Request { max_tokens: Some(30), ..Request::new(text.clone()) }).unwrap();
+    server.control.submitted(10);
+    // The pool without a window has an entry of 29 blocks, and the one with a window has three of one block.
+    assert_eq!(server.control.copied_blocks()[0], 29 + 3);
+    server.control.allow(usize::MAX);
+    assert!(matches!(collect(&mut stream).1, Event::Finished { .. }));
+    let steps = server.control.batches_with_steps_in_flight();
+    let alone: Vec<usize> = (9..16).filter(|step| steps[*step].1 == 0).collect();
+    assert_eq!(alone, [9], "the first one after the entries were saved");
+    server.stop();
+}
+
 /// What is left of a text after its end was evicted is of use.
 #[test]
 fn the_end_of_a_text_is_evicted_first() {
