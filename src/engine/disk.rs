@@ -24,7 +24,8 @@
 //!
 //! Reading is worth it only if it takes less time than computing, with the reads for other sequences before it. Both are
 //! predicted: the time of the steps by [`Pace`], and the time of reading from the reads before. As long as one of them is
-//! unknown, the engine reads. A read that takes longer than computing would is given up.
+//! unknown, the engine reads. A read that takes longer than computing would is given up. When a read ends, the sequences that
+//! wait for theirs are judged again.
 
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::ops::Range;
@@ -113,6 +114,13 @@ struct Restore {
     /// The read is given up after this time.
     most: Duration,
     bytes: u64,
+}
+
+impl Restore {
+    /// The bytes per second, if all bytes were read until now.
+    fn rate(&self) -> f64 {
+        self.bytes as f64 / self.began.elapsed().as_secs_f64().max(1e-6)
+    }
 }
 
 /// An engine's conversations on disk.
@@ -320,7 +328,7 @@ impl Disk {
                 }
                 scheduler.settle(id);
             } else if !is_free {
-                scheduler.wait_for_disk(id, bytes);
+                scheduler.wait_for_disk(id, bytes, computing);
             } else {
                 match self.begin(scheduler, id, &found, computing) {
                     Some(restore) => self.restore = Some(restore),
@@ -332,8 +340,7 @@ impl Disk {
 
     /// The predicted time of reading; `None` before the first read.
     fn time_to_read(&self, bytes: u64) -> Option<Duration> {
-        let seconds = |rate: f64| Duration::try_from_secs_f64(bytes as f64 / rate).unwrap_or(Duration::MAX);
-        self.bytes_per_s.map(seconds)
+        self.bytes_per_s.map(|rate| time_to_read(bytes, rate))
     }
 
     /// The predicted time until everything is read that sequences wait for, as far as it is known.
@@ -462,11 +469,10 @@ impl Disk {
         self.drop_lost_read(scheduler);
         while let Some(restore) = &mut self.restore {
             if restore.entries.is_empty() {
-                let seconds = restore.began.elapsed().as_secs_f64().max(1e-6);
-                let rate = restore.bytes as f64 / seconds;
-                self.bytes_per_s = Some(self.bytes_per_s.map_or(rate, |before| 0.5 * (before + rate)));
+                let rate = restore.rate();
                 self.restore = None;
                 scheduler.finish_restore();
+                self.learn(rate, scheduler);
                 break;
             }
             let is_late = restore.began.elapsed() > restore.most;
@@ -474,13 +480,16 @@ impl Disk {
                 Ok(Some(contents)) if !is_late => contents,
                 Err(RecvTimeoutError::Timeout) if !is_late => break,
                 Ok(_) | Err(_) => {
-                    let sequence = restore.sequence;
+                    let (sequence, rate) = (restore.sequence, restore.rate());
                     self.stats.failed_reads += 1;
                     self.restore = None;
                     scheduler.cancel_restore();
-                    match is_late {
-                        true => scheduler.settle(sequence),
-                        false => scheduler.look_up_again(sequence),
+                    if is_late {
+                        scheduler.settle(sequence);
+                        // At this rate it would just have been in time. It is not known how much slower the disk is.
+                        self.learn(0.5 * rate, scheduler);
+                    } else {
+                        scheduler.look_up_again(sequence);
                     }
                     break;
                 }
@@ -498,6 +507,15 @@ impl Disk {
             }
         }
         Ok(())
+    }
+
+    /// Takes the rate of a read into account, in bytes per second, and judges again which sequences wait for theirs.
+    fn learn(&mut self, rate: f64, scheduler: &mut Scheduler) {
+        let rate = self.bytes_per_s.map_or(rate, |before| 0.5 * (before + rate));
+        self.bytes_per_s = Some(rate);
+        if self.config.reads == ReadRule::IfFaster {
+            self.stats.slower_reads += scheduler.settle_late(|bytes| time_to_read(bytes, rate));
+        }
     }
 
     /// The predicted time of the steps that compute these positions. `None` after too few steps.
@@ -543,6 +561,11 @@ fn address(digest: &Digest, pool: usize) -> Address {
     Address::new(hasher.finalize().into())
 }
 
+/// The time of reading so many bytes at a rate in bytes per second.
+fn time_to_read(bytes: u64, rate: f64) -> Duration {
+    Duration::try_from_secs_f64(bytes as f64 / rate).unwrap_or(Duration::MAX)
+}
+
 /// The use of an entry with these blocks, if its text is used at `now`.
 fn use_at(now: UseTime, blocks: &Range<usize>) -> UseTime {
     now.less(blocks.start)
@@ -568,20 +591,54 @@ fn read_ahead(store: &KvStore, reads: Vec<(Address, usize, UseTime)>) -> Option<
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use std::sync::{Arc, Mutex};
 
     use super::*;
+    use crate::config::Courtesy;
     use crate::engine::request::Request;
     use crate::engine::scheduler::SchedulerConfig;
     use crate::engine::sequence::Sequence;
-    use crate::model::KvLimits;
+    use crate::model::{Batch, KvLimits, Sampled, Sampling, Ticket};
 
     const BLOCK_BYTES: u64 = 1000;
     /// Longer than any test takes.
     const LONG: Duration = Duration::from_secs(600);
 
-    fn limits() -> Limits {
+    /// A runner that only takes blocks.
+    pub(in crate::engine) struct IdleRunner(pub Limits);
+
+    impl Runner for IdleRunner {
+        fn limits(&self) -> &Limits {
+            &self.0
+        }
+
+        fn submit(&mut self, batch: &Batch, _: &Sampling) -> Result<Ticket, RunnerError> {
+            panic!("this runner computes nothing: {batch:?}")
+        }
+
+        fn masks(&mut self, _: &Ticket, _: &[Arc<[u32]>]) -> Result<(), RunnerError> {
+            Ok(())
+        }
+
+        fn set_courtesy(&mut self, _: Courtesy) -> Result<(), RunnerError> {
+            Ok(())
+        }
+
+        fn wait(&mut self, ticket: Ticket) -> Result<Sampled, RunnerError> {
+            panic!("this runner computes nothing: {ticket:?}")
+        }
+
+        fn write_blocks(&mut self, _: &[PoolBlock], _: &[u8]) -> Result<(), RunnerError> {
+            Ok(())
+        }
+
+        fn probe(&mut self) -> Result<(), RunnerError> {
+            Ok(())
+        }
+    }
+
+    pub(in crate::engine) fn limits() -> Limits {
         Limits {
             max_batch_tokens: 16,
             max_sequences: 8,
@@ -654,6 +711,34 @@ mod tests {
             disk.look_up(&mut scheduler, &pace);
         }
         assert_eq!((scheduler.awaited_bytes(), disk.stats.slower_reads), (40 * BLOCK_BYTES, 2));
+    }
+
+    /// Texts take ten seconds to compute. It is predicted that the second and the third one are read after six and nine
+    /// seconds, with the first. The read of the first one takes long, so that three seconds for a text become six.
+    #[test]
+    fn sequences_that_wait_are_judged_again_if_the_disk_becomes_slower() {
+        for is_late in [false, true] {
+            let folder = tempfile::tempdir().unwrap();
+            let mut disk = disk(KvStore::open(&folder.path().join("kv"), 1 << 30).unwrap());
+            let (mut scheduler, pace) = (scheduler(), pace());
+            for n in [1, 2, 3] {
+                keep(&disk, &text(n));
+                scheduler.add(Sequence::new(u64::from(n), Request::new(text(n)), 8));
+            }
+            disk.bytes_per_s = Some(40.0 * BLOCK_BYTES as f64 / 3.0);
+            disk.look_up(&mut scheduler, &pace);
+            assert_eq!((scheduler.is_restoring(1), scheduler.awaited_bytes()), (true, 80 * BLOCK_BYTES));
+            let restore = disk.restore.as_mut().unwrap();
+            restore.began = Instant::now().checked_sub(Duration::from_secs(2000)).unwrap();
+            restore.most = if is_late { Duration::ZERO } else { LONG * 10 };
+            while disk.is_reading() {
+                disk.write_next(&mut scheduler, &mut IdleRunner(limits()), LONG, LONG).unwrap();
+            }
+            let stats = disk.stats;
+            let judged = (scheduler.awaited_bytes(), stats.slower_reads);
+            assert_eq!(judged, (40 * BLOCK_BYTES, 1), "late: {is_late}");
+            assert_eq!(stats.failed_reads, u64::from(is_late));
+        }
     }
 
     #[test]

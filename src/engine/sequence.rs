@@ -26,8 +26,9 @@ pub struct Fork {
 pub(super) enum OnDisk {
     #[default]
     Unknown,
-    /// The disk has a part of it, which is read after the text of another sequence: this many bytes.
-    Waits { bytes: u64 },
+    /// The disk has a part of it, which is read after the text of another sequence: this many bytes. `computing` is the
+    /// predicted time of computing that part.
+    Waits { bytes: u64, computing: Option<Duration> },
     /// The sequence may start: what the disk has of it is read, or not worth a read.
     Settled,
 }

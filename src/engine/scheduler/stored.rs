@@ -9,6 +9,8 @@
 //! There is one restore at a time. Its blocks are reserved until the sequence starts, or until the next restore begins. If a
 //! running sequence needs their room, they are released first.
 
+use std::time::Duration;
+
 use super::Scheduler;
 use super::step::PendingStep;
 use super::turns::{DiskLookup, EndedTurn, Restored, SaltedText};
@@ -125,16 +127,39 @@ impl Scheduler {
         self.set_on_disk(id, OnDisk::Settled);
     }
 
-    /// The sequence waits for the restore of another one. Then so many bytes are read for it.
-    pub(in crate::engine) fn wait_for_disk(&mut self, id: SequenceId, bytes: u64) {
-        self.set_on_disk(id, OnDisk::Waits { bytes });
+    /// The sequence waits for the restore of another one. Then so many bytes are read for it, if computing is not predicted
+    /// to take less time.
+    pub(in crate::engine) fn wait_for_disk(
+        &mut self,
+        id: SequenceId,
+        bytes: u64,
+        computing: Option<Duration>,
+    ) {
+        self.set_on_disk(id, OnDisk::Waits { bytes, computing });
+    }
+
+    /// Settles the sequences of the present class for which the wait for the disk takes longer than computing. `time` is
+    /// the predicted time of reading so many bytes. Returns the number of these sequences.
+    pub(in crate::engine) fn settle_late(&mut self, time: impl Fn(u64) -> Duration) -> u64 {
+        let class = self.class();
+        let (mut before, mut settled) = (0, 0);
+        for sequence in self.waiting.iter_mut().filter(|s| s.class() == class) {
+            let OnDisk::Waits { bytes, computing } = sequence.on_disk else { continue };
+            if computing.is_some_and(|computing| time(before + bytes) > computing) {
+                sequence.on_disk = OnDisk::Settled;
+                settled += 1;
+            } else {
+                before += bytes;
+            }
+        }
+        settled
     }
 
     /// The bytes that are read for the sequences of the present class that wait for the restore of another one.
     pub(in crate::engine) fn awaited_bytes(&self) -> u64 {
         let class = self.class();
         let awaited = |s: &Sequence| match s.on_disk {
-            OnDisk::Waits { bytes } if s.class() == class && !self.is_restoring(s.begun_as) => bytes,
+            OnDisk::Waits { bytes, .. } if s.class() == class && !self.is_restoring(s.begun_as) => bytes,
             _ => 0,
         };
         self.waiting.iter().map(awaited).sum()
