@@ -592,6 +592,7 @@ fn read_ahead(store: &KvStore, reads: Vec<(Address, usize, UseTime)>) -> Option<
 
 #[cfg(test)]
 pub(super) mod tests {
+    use std::path::Path;
     use std::sync::{Arc, Mutex};
 
     use super::*;
@@ -757,22 +758,27 @@ pub(super) mod tests {
         assert!(disk.has_pending(), "a turn that ended after that");
     }
 
-    /// Otherwise steps would not overlap as long as the disk hangs.
-    #[test]
-    fn nothing_is_to_be_copied_while_the_store_has_no_place() {
-        let folder = tempfile::tempdir().unwrap();
-        let gate = Arc::new(Mutex::new(()));
-        let store = KvStore::open_gated(&folder.path().join("kv"), Arc::clone(&gate));
+    /// An entry waits to be saved. The store has no place for it while `gate` is locked.
+    pub(in crate::engine) fn disk_of_a_full_store(folder: &Path, gate: &Arc<Mutex<()>>) -> Disk {
+        let store = KvStore::open_gated(&folder.join("kv"), Arc::clone(gate));
         let mut disk = disk(store.clone());
         assert!(!disk.is_busy());
         let address = Address::new([1; 32]);
         disk.pending.push_back(Entry { address, pool: 0, nodes: Vec::new() });
         assert!(disk.is_busy());
-        let closed = gate.lock().unwrap();
         assert!(store.write(Address::new([2; 32]), vec![0; MAX_QUEUED_BYTES as usize], store.now()));
+        disk
+    }
+
+    /// Otherwise steps would not overlap as long as the disk hangs.
+    #[test]
+    fn nothing_is_to_be_copied_while_the_store_has_no_place() {
+        let (folder, gate) = (tempfile::tempdir().unwrap(), Arc::default());
+        let closed = Mutex::lock(&gate).unwrap();
+        let disk = disk_of_a_full_store(folder.path(), &gate);
         assert!(disk.has_pending() && !disk.is_busy());
         drop(closed);
-        assert!(store.flush(LONG));
+        assert!(disk.config.store.flush(LONG));
         assert!(disk.is_busy());
     }
 }

@@ -2,9 +2,9 @@
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::pin::Pin;
-use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{SyncSender, TrySendError, sync_channel};
-use std::sync::{Arc, Condvar, Mutex, OnceLock};
+use std::sync::{Arc, OnceLock};
 use std::task::{Context, Poll, ready};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -83,24 +83,7 @@ impl Engine {
         let limits = runner.limits().clone();
         // One place more than the longest queue, so that the wake-up of `drain` and `abort` always fits.
         let (inbox, messages) = sync_channel(MAX_QUEUE + 1);
-        let shared = Arc::new(Shared {
-            limits,
-            queue: AtomicUsize::new(config.queue),
-            waiting: AtomicUsize::new(0),
-            stats: Mutex::new(Stats::default()),
-            signs: Mutex::new(Signs::default()),
-            state: Mutex::new(EngineState::default()),
-            unload: Mutex::default(),
-            unload_now: AtomicBool::new(false),
-            courtesy: Mutex::new(Courtesy::NONE),
-            probe: AtomicBool::new(false),
-            next_id: AtomicU64::new(0),
-            draining: AtomicBool::new(false),
-            aborted,
-            cause: OnceLock::new(),
-            ended: Mutex::new(false),
-            end: Condvar::new(),
-        });
+        let shared = Arc::new(Shared::new(limits, config.queue, aborted));
         let runner = SupervisedRunner::new(runner, factory, config.idle_unload);
         let mut engine = StepLoop::new(
             runner,

@@ -136,6 +136,28 @@ pub(super) struct Shared {
 }
 
 impl Shared {
+    /// `aborted` is the flag with which the runner was started.
+    pub(super) fn new(limits: Limits, queue: usize, aborted: Arc<AtomicBool>) -> Self {
+        Self {
+            limits,
+            queue: AtomicUsize::new(queue),
+            waiting: AtomicUsize::new(0),
+            stats: Mutex::default(),
+            signs: Mutex::default(),
+            state: Mutex::default(),
+            unload: Mutex::default(),
+            unload_now: AtomicBool::new(false),
+            courtesy: Mutex::new(Courtesy::NONE),
+            probe: AtomicBool::new(false),
+            next_id: AtomicU64::new(0),
+            draining: AtomicBool::new(false),
+            aborted,
+            cause: OnceLock::new(),
+            ended: Mutex::new(false),
+            end: Condvar::new(),
+        }
+    }
+
     pub(super) fn set_working(&self, work: DeviceTask) {
         self.signs.lock().expect("nothing panics under this lock").work = Some((work, Instant::now()));
     }

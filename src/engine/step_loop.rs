@@ -327,6 +327,18 @@ impl StepLoop {
         Ok(())
     }
 
+    /// How long an idle engine waits before it stores turns, or looks again whether the store has a place for them. `None` =
+    /// there are none, or they may keep the model loaded no longer.
+    fn save_patience(&self) -> Option<Duration> {
+        // An unload saves for a bounded time.
+        let until = |time: Duration| time.saturating_add(LONGEST_SAVE);
+        let idle_unload = self.runner.idle_unload();
+        let is_overdue = idle_unload.is_some_and(|time| self.last_done.elapsed() > until(time));
+        let is_wanted = !is_overdue && !self.shared.unload_now.load(Ordering::Acquire);
+        let disk = self.disk.as_ref().filter(|disk| is_wanted && disk.has_pending())?;
+        Some(if disk.can_save() { Duration::ZERO } else { STORE_PAUSE })
+    }
+
     fn is_idle(&self) -> bool {
         self.scheduler.is_idle() && self.in_flight.is_empty() && self.held.is_none()
     }
@@ -345,13 +357,7 @@ impl StepLoop {
                 }
                 // If a request waits already, the span of energy continues.
                 let message = self.messages.try_recv().or_else(|_| {
-                    // An unload saves for a bounded time.
-                    let until = |time: Duration| time.saturating_add(LONGEST_SAVE);
-                    let idle_unload = self.runner.idle_unload();
-                    let is_overdue = idle_unload.is_some_and(|time| self.last_done.elapsed() > until(time));
-                    let is_wanted = !is_overdue && !self.shared.unload_now.load(Ordering::Acquire);
-                    if let Some(disk) = self.disk.as_ref().filter(|disk| is_wanted && disk.has_pending()) {
-                        let patience = if disk.can_save() { Duration::ZERO } else { STORE_PAUSE };
+                    if let Some(patience) = self.save_patience() {
                         if !patience.is_zero() {
                             // Other engines need not share the device with one that waits for the disk.
                             self.ledger.end_span();
@@ -759,5 +765,94 @@ impl Drop for EndGuard {
             *ended = true;
         }
         self.0.end.notify_all();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+    use std::sync::Mutex;
+    use std::sync::atomic::AtomicBool;
+    use std::sync::mpsc::{SyncSender, sync_channel};
+    use std::thread;
+
+    use super::*;
+    use crate::engine::disk::tests::{IdleRunner, disk_of_a_full_store, limits};
+    use crate::model::RunnerFactory;
+
+    const IDLE_UNLOAD: Duration = Duration::from_secs(1000);
+    /// Longer than any test takes.
+    const LONG: Duration = Duration::from_secs(600);
+
+    /// The model can be unloaded, and the tests do not load it again.
+    struct Unused;
+
+    impl RunnerFactory for Unused {
+        fn start(&mut self, _: &Arc<AtomicBool>) -> Result<Box<dyn Runner>, RunnerError> {
+            panic!("the model is loaded again")
+        }
+    }
+
+    /// An idle engine with turns to store. The store has no place for them while `gate` is locked.
+    fn waiting_engine(
+        folder: &Path,
+        gate: &Arc<Mutex<()>>,
+        lease: Option<Arc<Lease>>,
+    ) -> (StepLoop, SyncSender<Message>) {
+        let runner =
+            SupervisedRunner::new(Box::new(IdleRunner(limits())), Some(Box::new(Unused)), Some(IDLE_UNLOAD));
+        let (inbox, messages) = sync_channel(1);
+        let shared = Arc::new(Shared::new(limits(), 1, Arc::default()));
+        let mut engine =
+            StepLoop::new(runner, SchedulerConfig::default(), None, lease, None, messages, shared);
+        engine.disk = Some(disk_of_a_full_store(folder, gate));
+        (engine, inbox)
+    }
+
+    fn ago(time: Duration) -> Instant {
+        Instant::now().checked_sub(time).expect("a time of the system's clock")
+    }
+
+    #[test]
+    fn a_store_without_a_place_keeps_an_idle_model_loaded_for_a_bounded_time() {
+        let (folder, gate) = (tempfile::tempdir().unwrap(), Arc::default());
+        let closed = Mutex::lock(&gate).unwrap();
+        let (mut engine, _inbox) = waiting_engine(folder.path(), &gate, None);
+        assert_eq!(engine.save_patience(), Some(STORE_PAUSE));
+        engine.last_done = ago(IDLE_UNLOAD);
+        assert_eq!(engine.save_patience(), Some(STORE_PAUSE), "it would be unloaded without turns to store");
+        engine.last_done = ago(IDLE_UNLOAD + LONGEST_SAVE);
+        assert_eq!(engine.save_patience(), None);
+        engine.set_keep_alive(KeepAlive::Forever);
+        assert_eq!(engine.save_patience(), Some(STORE_PAUSE), "the model need not be unloaded");
+        engine.shared.unload_now.store(true, Ordering::Release);
+        assert_eq!(engine.save_patience(), None, "a client wants the model to be unloaded");
+        drop(closed);
+    }
+
+    /// Otherwise each step of the others would be shorter, as if they shared the device.
+    #[test]
+    fn an_engine_that_only_waits_for_the_store_does_not_count_as_working() {
+        let (folder, gate, lease) = (tempfile::tempdir().unwrap(), Arc::default(), Arc::default());
+        let closed = Mutex::lock(&gate).unwrap();
+        let (mut engine, inbox) = waiting_engine(folder.path(), &gate, Some(Arc::clone(&lease)));
+        engine.working = Some(lease.begin());
+        let own = lease.begin();
+        assert_eq!(own.others(), 1);
+        let shared = Arc::clone(&engine.shared);
+        let is_idle = thread::scope(|scope| {
+            let waiting = scope.spawn(|| engine.drain_inbox());
+            let since = Instant::now();
+            while own.others() > 0 && since.elapsed() < LONG {
+                thread::yield_now();
+            }
+            let is_idle = own.others() == 0;
+            shared.aborted.store(true, Ordering::Release);
+            inbox.send(Message::Wake).unwrap();
+            assert!(!waiting.join().unwrap(), "the engine ends");
+            is_idle
+        });
+        assert!(is_idle);
+        drop(closed);
     }
 }
