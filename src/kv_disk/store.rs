@@ -409,9 +409,16 @@ impl State {
         self.queue.is_empty() && self.touched.is_empty() && self.unwanted.is_empty() && !self.is_closed
     }
 
-    /// Whether the entry is still wanted: it was not removed since it was queued.
-    fn is_wanted(&self, job: &Job) -> bool {
-        self.queued.get(&job.address).is_some_and(|queued| queued.number == job.number)
+    /// What is known of the entry of a job, if it was not removed since it was queued.
+    fn queued_as(&self, job: &Job) -> Option<&Queued> {
+        self.queued.get(&job.address).filter(|queued| queued.number == job.number)
+    }
+
+    /// Takes an entry whose file is complete into the index. `false` if it was removed since it was queued.
+    fn keep(&mut self, job: &Job) -> bool {
+        let used = self.queued_as(job).map(|queued| queued.used);
+        used.into_iter().for_each(|used| self.index.insert(job.address, job.bytes(), used));
+        used.is_some()
     }
 
     /// Records a use of an entry that is in the queue, or in the folder where it can be read. Returns whether it is.
@@ -753,7 +760,7 @@ impl Writer {
         state.is_writing = false;
         state.queued_bytes -= job.bytes();
         // If it was removed, the address may be in the queue again.
-        if state.is_wanted(job) {
+        if state.queued_as(job).is_some() {
             state.queued.remove(&job.address);
         }
         drop(state);
@@ -794,17 +801,19 @@ impl Writer {
         (self.0.options.write)(&mut file, &encode_header(&job.address, &job.payload))?;
         (self.0.options.write)(&mut file, &job.payload)?;
         // An entry that was removed meanwhile is not kept.
-        let used = self.0.state().queued.get(&job.address).map(|queued| queued.used);
+        let used = self.0.state().queued_as(job).map(|queued| queued.used);
         used.map_or(Ok(()), |used| file.set_modified(used.into()))
     }
 
     fn commit(&self, subfolder: &OwnedFd, names: &Names, job: &Job) -> io::Result<bool> {
         let _files = self.0.lock_files();
-        let wanted = |state: &State| state.is_wanted(job).then(|| state.queued[&job.address].used);
-        let Some(used) = wanted(&self.0.state()) else { return Ok(false) };
         rustix::fs::renameat(subfolder, &names.temporary, subfolder, &names.entry)?;
-        self.0.state().index.insert(job.address, job.bytes(), used);
-        Ok(true)
+        // It may have been removed until now, and an entry that is removed from now on is in the index.
+        let is_wanted = self.0.state().keep(job);
+        if !is_wanted {
+            discard(subfolder, &names.entry)?;
+        }
+        Ok(is_wanted)
     }
 }
 
