@@ -63,18 +63,24 @@ fn limited(enabled: Option<bool>, budget: Option<MaxTokensOrNone>) -> Thinking {
 }
 
 impl ChatThinkingFields {
+    /// The fields of `reasoning` win, but of two limits the smaller one holds.
     pub fn thinking(self) -> Thinking {
         let Self { reasoning_effort, reasoning, thinking_token_budget } = self;
         let effort = reasoning_effort.map(|effort| effort.thinks());
-        let Thinking { enabled, budget } = reasoning.map(ReasoningOptions::thinking).unwrap_or_default();
-        let of_vllm = limited(effort, thinking_token_budget);
-        Thinking { enabled: enabled.or(of_vllm.enabled), budget: budget.or(of_vllm.budget) }
+        let enabled = reasoning.as_ref().and_then(ReasoningOptions::enabled).or(effort);
+        let budgets =
+            reasoning.and_then(|reasoning| reasoning.max_tokens).into_iter().chain(thinking_token_budget);
+        limited(enabled, budgets.min_by_key(|budget| budget.0))
     }
 }
 
 impl ReasoningOptions {
     pub fn thinking(self) -> Thinking {
-        limited(self.enabled.or(self.effort.map(|effort| effort.thinks())), self.max_tokens)
+        limited(self.enabled(), self.max_tokens)
+    }
+
+    fn enabled(&self) -> Option<bool> {
+        self.enabled.or(self.effort.as_ref().map(Effort::thinks))
     }
 }
 

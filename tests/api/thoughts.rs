@@ -163,6 +163,16 @@ async fn thoughts_are_turned_on_and_off_in_every_format() {
             ("/v1/chat/completions", json!({"reasoning_effort": "high", "thinking_token_budget": 0}), false),
             (
                 "/v1/chat/completions",
+                json!({"reasoning": {"enabled": true}, "thinking_token_budget": 0}),
+                false,
+            ),
+            (
+                "/v1/chat/completions",
+                json!({"reasoning": {"max_tokens": 9}, "thinking_token_budget": 0}),
+                false,
+            ),
+            (
+                "/v1/chat/completions",
                 json!({"reasoning_effort": "none", "chat_template_kwargs": {"enable_thinking": true}}),
                 true,
             ),
