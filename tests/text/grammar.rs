@@ -539,6 +539,65 @@ fn random_calls_in_the_syntax_of_each_family_match_the_schema() {
 }
 
 #[test]
+fn a_call_may_have_one_of_thousands_of_listed_values() {
+    let texts: Vec<Value> =
+        (0..3000_u32).map(|i| json!(format!("{:x} {i}", i.wrapping_mul(2_654_435_761)))).collect();
+    let numbers: Vec<Value> = (0..3000).map(|i| json!(7 * i)).collect();
+    let both: Vec<Value> = [texts.as_slice(), &numbers, &[json!(""), json!(null), json!([1])]].concat();
+    let schema = json!({
+        "type": "object",
+        "properties": {"a": {"enum": texts}, "b": {"enum": numbers}, "c": {"enum": both}},
+        "required": ["a", "b", "c"],
+        "additionalProperties": false,
+    });
+    for name in ["gemma4", "qwen35"] {
+        let family = FamilyText::new(name);
+        let format = CallFormat::of(&family.template(), &family.tokenizer);
+        let rows = family.tokenizer.vocab_size();
+        let grammars = Grammars::new(family.tokenizer.clone(), rows, &[family.end()]).with_calls(&format);
+        let parameters = SchemaPart { schema: schema.clone(), strict: true };
+        let tools = vec![CallTool { name: "pick".to_owned(), parameters }];
+        let grammar = grammars.compile(&GrammarSource::Call { format, tools, most: 1 }).expect("a grammar");
+        let mark = family.tokenizer.token_id("<|\"|>");
+        // The ids of a call. A text of Gemma's is between two marks.
+        let quoted = |value: &Value| match (value, mark) {
+            (Value::String(text), Some(mark)) => [&[mark], &family.plain(text)[..], &[mark]].concat(),
+            (Value::String(text), None) => family.plain(text),
+            (other, _) => family.plain(&other.to_string()),
+        };
+        let call = |values: [&Value; 3]| match mark {
+            Some(_) => {
+                let [a, b, c] = values.map(quoted);
+                let part = |text: &str| family.plain(text);
+                [part("call:pick{a:"), a, part(",b:"), b, part(",c:"), c, part("}")].concat()
+            }
+            None => {
+                let value = |value: &Value| value.as_str().map_or_else(|| value.to_string(), str::to_owned);
+                let part =
+                    |(key, of): (&str, &Value)| format!("<parameter={key}>\n{}\n</parameter>\n", value(of));
+                let parts: String = ["a", "b", "c"].into_iter().zip(values).map(part).collect();
+                family.plain(&format!("\n<function=pick>\n{parts}</function>\n"))
+            }
+        };
+        let is_allowed = |ids: Vec<u32>| {
+            let mut constraint = grammar.start();
+            let follows = ids.iter().all(|id| {
+                let mask = constraint.mask(true).expect("a mask");
+                allowed(&mask).contains(id) && constraint.push(*id).is_ok()
+            });
+            follows && allowed(&constraint.mask(true).expect("a mask")).contains(&family.end())
+        };
+        let (text, number) = (&texts[2999], &numbers[2999]);
+        for third in [&texts[1], number, &json!(null), &json!(""), &json!([1])] {
+            assert!(is_allowed(call([text, number, third])), "{name}: {third}");
+        }
+        assert!(!is_allowed(call([&json!("0"), number, number])), "{name}");
+        assert!(!is_allowed(call([text, &json!(8), number])), "{name}");
+        assert!(!is_allowed(call([text, number, &json!("0 1")])), "{name}");
+    }
+}
+
+#[test]
 fn deep_large_and_circular_schemas_are_bounded() {
     let grammars = grammars();
     let nest = |depth: usize, wrap: fn(Value) -> Value| {

@@ -185,7 +185,7 @@ impl Translation<'_> {
             return Ok(vec![self.constant(value)]);
         }
         if let Some(values) = schema.get("enum").and_then(Value::as_array) {
-            return Ok(values.iter().map(|value| self.constant(value)).collect());
+            return Ok(self.listed(values));
         }
         for keyword in ["anyOf", "oneOf"] {
             let Some(Value::Array(list)) = schema.get(keyword).cloned() else { continue };
@@ -204,6 +204,35 @@ impl Translation<'_> {
             _ => vec!["string", "number", "boolean", "null", "array", "object"],
         };
         types.into_iter().map(|kind| self.of_type(kind, &schema)).collect()
+    }
+
+    /// The alternatives of a value that is one of these. All texts are one terminal, and so are all numbers and words.
+    fn listed(&mut self, values: &[Value]) -> Vec<String> {
+        let (mut texts, mut words, mut options) = (Vec::new(), Vec::new(), Vec::new());
+        for value in values {
+            match value {
+                Value::String(text) if !text.is_empty() => texts.push(literal(text)),
+                Value::Number(_) | Value::Bool(_) | Value::Null => words.push(literal(&value.to_string())),
+                // An empty text has nothing between its quotes. The others have parts.
+                _ => options.push(self.constant(value)),
+            }
+        }
+        if !texts.is_empty() {
+            let text = self.terminal(&texts.join(" | "));
+            options.push(format!("{quote} {text} {quote}", quote = self.quote));
+        }
+        if !words.is_empty() {
+            options.push(self.terminal(&words.join(" | ")));
+        }
+        options
+    }
+
+    /// A terminal for many values. As alternatives of a rule, each value would be an item of the parser, which has room for
+    /// fewer than a schema may list.
+    fn terminal(&mut self, regex: &str) -> String {
+        let name = format!("E{}", self.rules.len());
+        self.rules.insert(name.clone(), regex.to_owned());
+        name
     }
 
     /// Any value.
@@ -439,7 +468,7 @@ impl Translation<'_> {
                 other => literal(&other.to_string()),
             };
             let values: Vec<String> = values.iter().map(plain).collect();
-            return Ok(format!("({}) {end}", values.join(" | ")));
+            return Ok(self.terminal(&format!("({}) {end}", values.join(" | "))));
         }
         if !types.is_text() {
             if self.is_strict && !is_any_of(&map, &["string", "null", "boolean"]) {
