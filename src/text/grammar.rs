@@ -169,18 +169,19 @@ enum Prepared {
 }
 
 impl Prepared {
-    fn parser(self, factory: &ParserFactory) -> Result<TokenParser, TextError> {
+    /// Compiles the source, and gives up some time after `until`: llguidance has limits of its own for each run.
+    fn parser(self, factory: &ParserFactory, until: Instant) -> Result<TokenParser, TextError> {
         let run = |grammar| factory.create_parser(grammar).map_err(|error| Refusal::new(&error.to_string()));
         match self {
             Self::Grammar(grammar) => run(grammar).map_err(|refusal| TextError::Grammar(refusal.text)),
             Self::Schemas { form, parts } => {
-                let compiled = schema::compile(&form, &parts, |schema| run(json_grammar(schema)));
+                let compiled = schema::compile(&form, &parts, until, |schema| run(json_grammar(schema)));
                 compiled.map_err(problem_of_part)
             }
             Self::Call { format, tools, most } => {
                 let parts: Vec<SchemaPart> = tools.iter().map(|tool| tool.parameters.clone()).collect();
                 let form = calls::form(&format, &tools, most);
-                let prepared = schema::compile(&form, &parts, |schema| {
+                let prepared = schema::compile(&form, &parts, until, |schema| {
                     run(json_grammar(schema.clone())).map(|_| schema)
                 });
                 let lark = calls::lark(&format, &tools, &prepared.map_err(problem_of_part)?, &with_options)
@@ -400,8 +401,9 @@ impl Grammars {
         let permit = CompilePermit::take(&self.compiling)?;
         self.compiled.fetch_add(1, Ordering::Relaxed);
         let (sender, receiver) = sync_channel(1);
+        let until = Instant::now() + COMPILE_TIMEOUT;
         let work = move || {
-            let parser = prepared.parser(&factory);
+            let parser = prepared.parser(&factory, until);
             drop(permit);
             // The receiver is gone if the compilation timed out.
             let _ = sender.send(parser.map(|parser| Matcher::new(Ok(parser)).into_cancellable()));

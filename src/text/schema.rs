@@ -9,6 +9,7 @@
 //! the keyword that is not accepted.
 
 use std::collections::{BTreeSet, HashMap, HashSet};
+use std::time::Instant;
 
 use serde_json::{Map, Number, Value, json};
 
@@ -101,17 +102,19 @@ struct Definition {
     schema: Value,
 }
 
-/// Compiles the schema `form`. It refers to the first of `parts` as "#/$defs/0", and so on. `run` compiles one schema.
+/// Compiles the schema `form`. It refers to the first of `parts` as "#/$defs/0", and so on. `run` compiles one schema. Each run
+/// is short, but there may be thousands: none begins after `until` to find a keyword that cannot be enforced.
 pub(super) fn compile<T>(
     form: &Value,
     parts: &[SchemaPart],
+    until: Instant,
     run: impl Fn(Value) -> Result<T, Refusal>,
 ) -> Result<T, Problem> {
     let mut reader = Reader { parts, definitions: Vec::new(), known: HashMap::new(), names: HashMap::new() };
     reader.read()?;
     let definitions = reader.definitions;
     refuse_endless(&definitions)?;
-    let mut schemas = Schemas { parts, definitions, run, trials: 0, relaxed: HashSet::new() };
+    let mut schemas = Schemas { parts, definitions, run, until, trials: 0, relaxed: HashSet::new() };
     if let Ok(compiled) = (schemas.run)(schemas.with_definitions(form)) {
         return Ok(compiled);
     }
@@ -721,6 +724,7 @@ struct Schemas<'a, F> {
     parts: &'a [SchemaPart],
     definitions: Vec<Definition>,
     run: F,
+    until: Instant,
     trials: usize,
     /// The definitions whose unenforceable keywords were removed, or are being removed now.
     relaxed: HashSet<usize>,
@@ -756,8 +760,16 @@ impl<T, F: Fn(Value) -> Result<T, Refusal>> Schemas<'_, F> {
         if self.trials > MAX_TRIALS {
             return Err(place.problem("", "too much of it cannot be enforced; make it simpler"));
         }
+        if self.is_late() {
+            let problem = "it takes too long to find what of it cannot be enforced; make it simpler";
+            return Err(place.problem("", problem));
+        }
         let refusal = (self.run)(self.with_definitions(schema)).err();
         Ok(refusal.filter(|refusal| refusal.kind != Kind::Contradiction))
+    }
+
+    fn is_late(&self) -> bool {
+        Instant::now() >= self.until
     }
 
     fn relax_definition(&mut self, index: usize) -> Result<(), Problem> {
@@ -840,7 +852,7 @@ impl<T, F: Fn(Value) -> Result<T, Refusal>> Schemas<'_, F> {
     fn contradiction(&mut self, index: usize, pointer: &str, seen: &mut HashSet<usize>) -> Option<Problem> {
         let schema = self.read_at(index, pointer).clone();
         self.trials += 1;
-        if self.trials > MAX_TRIALS || schema == true {
+        if self.trials > MAX_TRIALS || self.is_late() || schema == true {
             return None;
         }
         let contradiction = match schema == false {
@@ -903,4 +915,30 @@ fn allow_by_value(kept: &mut Map<String, Value>, left_out: &Value) {
         options.push(others.take());
     }
     *others = json!({"anyOf": options});
+}
+
+#[cfg(test)]
+mod tests {
+    use std::cell::Cell;
+    use std::time::Duration;
+
+    use super::*;
+
+    #[test]
+    fn no_part_is_compiled_alone_after_the_deadline() {
+        let runs = |time: Duration| {
+            let runs = Cell::new(0);
+            let schema = json!({"type": "object", "properties": {"a": {"pattern": "x"}}});
+            let parts = [SchemaPart { schema, strict: false }];
+            let compiled = compile(&SchemaPart::reference(0), &parts, Instant::now() + time, |_| {
+                runs.set(runs.get() + 1);
+                Err::<(), _>(Refusal::new("unsupported"))
+            });
+            (runs.get(), compiled.expect_err("each run is refused").text)
+        };
+        let (late, problem) = runs(Duration::ZERO);
+        assert!(late == 1 && problem.contains("takes too long"), "{late} runs: {problem}");
+        let (in_time, problem) = runs(Duration::from_secs(3600));
+        assert!(in_time > 2 && !problem.contains("takes too long"), "{in_time} runs: {problem}");
+    }
 }
