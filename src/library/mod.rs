@@ -420,19 +420,20 @@ impl Swap {
     fn sync(&self, state: &mut State) {
         let models = self.models.read();
         for (slot, Entry { model, .. }) in state.slots.iter_mut().zip(&models.all) {
-            if slot.state != SlotState::Resident || slot.users > 0 {
-                continue;
-            }
-            let Some(service) = model.service() else { continue };
-            match service.engine().state() {
-                EngineState::Unloaded => slot.state = SlotState::Absent,
+            let Some(service) = model.service().filter(|_| slot.users == 0) else { continue };
+            let engine = service.engine();
+            match (slot.state, engine.state()) {
+                (SlotState::Resident, EngineState::Unloaded) => slot.state = SlotState::Absent,
                 // The memory is free once the runner is dropped.
-                EngineState::Lost if !service.engine().join(Duration::ZERO) => {}
-                EngineState::Lost => {
+                (SlotState::Resident, EngineState::Lost) if engine.join(Duration::ZERO) => {
                     model.forget();
                     slot.state = SlotState::Absent;
                 }
-                EngineState::Ready | EngineState::Loading | EngineState::Recovering => {}
+                // The engine had begun to load for a request when the request's client left.
+                (SlotState::Absent, EngineState::Ready | EngineState::Loading | EngineState::Recovering) => {
+                    slot.loaded()
+                }
+                _ => {}
             }
         }
     }

@@ -13,7 +13,7 @@ use rand::{Rng as _, SeedableRng as _};
 use rand_chacha::ChaCha8Rng;
 use serde_json::{Value, json};
 use unicorn::api::{self, AccessPolicy, Server};
-use unicorn::engine::{Engine, EngineConfig};
+use unicorn::engine::{Engine, EngineConfig, EngineState, KeepAlive};
 use unicorn::library::{
     Library, LibraryError, Listed, Loaded, Loader, Model, ModelNames, ModelReport, PullReport, PullStep,
     Store, StoreError, Turns,
@@ -334,6 +334,22 @@ async fn a_failed_load_fails_the_requests_that_wait_and_the_next_one_tries_again
     // It may still hold its memory. The request waits until that is free.
     assert_eq!(text(&app.router, "a", "a").await, "ant");
     assert_eq!(app.device.held.load(Ordering::SeqCst), HALF);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_model_that_its_engine_loaded_for_a_client_that_left_counts_as_loaded() {
+    let most = 3 * BUDGET / 4;
+    let app = app(&[("ant", most), ("bee", most)], TURNS, &[]);
+    assert_eq!(text(&app.router, "a", "a").await, "ant");
+    let engine = app.server.library().engines().remove(0);
+    engine.unload().expect("the engine runs");
+    until("it is unloaded", || engine.state() == EngineState::Unloaded).await;
+    assert_eq!(states(&app.router).await, ["unloaded", "unloaded"]);
+    let loaded = engine.load(KeepAlive::Configured).expect("the engine runs").recv().await;
+    assert_eq!(loaded, Some(()));
+    assert_eq!(states(&app.router).await, ["loaded", "unloaded"]);
+    assert_eq!(text(&app.router, "b", "b").await, "bee");
+    assert_eq!(app.device.most.load(Ordering::SeqCst), most, "`a` was unloaded first");
 }
 
 #[tokio::test(flavor = "multi_thread")]
