@@ -25,6 +25,9 @@ pub struct Turns {
     pub longest: Duration,
     /// For so long after a load that failed, requests for the model fail without another try.
     pub retry: Duration,
+    /// How long an unload may take, which may have to wait for a load of the same model. After it the engine is told to end,
+    /// which may take as long again.
+    pub unload: Duration,
     /// The maximum number of waiting requests, which keep their bodies, and of one client's.
     pub queue: usize,
     pub queue_of_one: usize,
@@ -37,6 +40,7 @@ impl Default for Turns {
             patience: Duration::from_secs(10),
             longest: Duration::from_secs(120),
             retry: Duration::from_secs(5),
+            unload: Duration::from_secs(60),
             queue: 64,
             queue_of_one: 16,
         }
@@ -61,6 +65,8 @@ pub(super) struct Slot {
     pub(super) is_pinned: bool,
     /// It is no longer served. It is not loaded again, and it is unloaded once no request uses it.
     pub(super) is_removed: bool,
+    /// Its engine was told to end and did not. It holds its memory until it ends.
+    pub(super) is_stuck: bool,
     /// Bytes of device memory that it takes; `None` = not yet planned.
     pub(super) bytes: Option<u64>,
     /// Requests that use it.
@@ -97,6 +103,7 @@ impl Slot {
             state: SlotState::Absent,
             is_pinned,
             is_removed: false,
+            is_stuck: false,
             bytes: None,
             users: 0,
             last_used: Instant::now(),
@@ -208,7 +215,8 @@ fn leaving(
     let held: u64 = slots.iter().map(Slot::held).sum();
     let mut lacking = (held + needed).saturating_sub(budget);
     let candidates = slots.iter().enumerate().filter(|(i, slot)| {
-        *i != wanted && slot.state == SlotState::Resident && !slot.is_pinned && may_leave(slot)
+        let can_leave = slot.state == SlotState::Resident && !slot.is_pinned && !slot.is_stuck;
+        *i != wanted && can_leave && may_leave(slot)
     });
     let mut candidates: Vec<_> = candidates.collect();
     candidates.sort_by(|(_, a), (_, b)| a.loss(now).total_cmp(&b.loss(now)));
@@ -245,6 +253,7 @@ mod tests {
         patience: Duration::from_secs(10),
         longest: Duration::from_secs(100),
         retry: Duration::ZERO,
+        unload: Duration::from_secs(60),
         queue: 4,
         queue_of_one: 4,
     };
@@ -291,6 +300,7 @@ mod tests {
         assert_eq!(with(resident(now, 10, 5), 0), Decision::Swap(vec![0]));
         assert_eq!(with(Slot { users: 1, ..resident(now, 10, 5) }, 50), Decision::Wait);
         assert_eq!(with(Slot { is_pinned: true, ..resident(now, 10, 5) }, 50), Decision::Wait);
+        assert_eq!(with(Slot { is_stuck: true, ..resident(now, 10, 5) }, 50), Decision::Wait);
         assert_eq!(with(Slot { state: SlotState::Loading, ..resident(now, 10, 5) }, 50), Decision::Wait);
         assert_eq!(with(Slot { state: SlotState::Leaving, ..resident(now, 10, 5) }, 50), Decision::Wait);
         assert_eq!(with(resident(now, 10, 0), 0), Decision::Wait, "its client may ask again at once");

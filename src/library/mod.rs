@@ -35,8 +35,6 @@ use crate::session::Service;
 
 /// How often a waiting request looks again, because time alone may make room.
 const LOOK_AGAIN: Duration = Duration::from_millis(50);
-/// Longest wait for the end of an unload, which may have to wait for a load of the same model.
-const UNLOAD_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Loads one model of a library of several.
 pub trait Loader: Send + Sync {
@@ -422,13 +420,16 @@ impl Swap {
         for (slot, Entry { model, .. }) in state.slots.iter_mut().zip(&models.all) {
             let Some(service) = model.service().filter(|_| slot.users == 0) else { continue };
             let engine = service.engine();
+            let ends = slot.is_stuck || engine.state() == EngineState::Lost;
             match (slot.state, engine.state()) {
-                (SlotState::Resident, EngineState::Unloaded) => slot.state = SlotState::Absent,
-                // The memory is free once the runner is dropped.
-                (SlotState::Resident, EngineState::Lost) if engine.join(Duration::ZERO) => {
-                    model.forget();
-                    slot.state = SlotState::Absent;
+                (SlotState::Resident, _) if ends => {
+                    // The memory is free once the runner is dropped.
+                    if engine.join(Duration::ZERO) {
+                        model.forget();
+                        (slot.state, slot.is_stuck) = (SlotState::Absent, false);
+                    }
                 }
+                (SlotState::Resident, EngineState::Unloaded) => slot.state = SlotState::Absent,
                 // The engine had begun to load for a request when the request's client left.
                 (SlotState::Absent, EngineState::Ready | EngineState::Loading | EngineState::Recovering) => {
                     slot.loaded()
@@ -506,6 +507,9 @@ impl Swap {
         if slot.is_removed {
             return Err(LibraryError::Gone(self.models.model(index).id().to_owned()));
         }
+        if slot.is_stuck {
+            return Err(self.failed(index, "it was unloaded, and its engine does not end".to_owned()));
+        }
         let now = Instant::now();
         if let Some(failure) = &slot.failure
             && (failure.number > waiting.failures || now - failure.at < self.turns.retry)
@@ -551,6 +555,7 @@ impl Swap {
         let holders = holders.map(|(slot, Entry { model, .. })| {
             let why = match (slot.is_pinned, slot.users) {
                 (true, _) => ", pinned".to_owned(),
+                _ if slot.is_stuck => ", and its engine does not end".to_owned(),
                 (false, 0) => String::new(),
                 (false, 1) => ", used by 1 request".to_owned(),
                 (false, n) => format!(", used by {n} requests"),
@@ -599,7 +604,7 @@ impl Swap {
         let models = self.models.read();
         let is_over = |(slot, entry): (&Slot, &Entry)| {
             let is_idle = matches!(slot.state, SlotState::Resident | SlotState::Absent) && slot.users == 0;
-            slot.is_removed && is_idle && entry.model.service().is_some()
+            slot.is_removed && is_idle && !slot.is_stuck && entry.model.service().is_some()
         };
         let index = state.slots.iter().zip(&models.all).position(is_over);
         drop(models);
@@ -611,19 +616,22 @@ impl Swap {
             let model = this.models.model(index);
             tracing::info!("unloading {:?}, which is no longer served", model.id());
             let end = std::panic::AssertUnwindSafe(|| {
-                let Some(service) = model.service() else { return };
-                unload(service.engine());
+                let Some(service) = model.service() else { return true };
+                unload(service.engine(), this.turns.unload);
                 // The engine is not used again, and its files may be deleted.
                 service.engine().abort();
-                if !service.engine().join(UNLOAD_TIMEOUT) {
-                    tracing::error!("the engine of {:?} did not end", model.id());
-                }
+                service.engine().join(this.turns.unload)
             });
-            // The panic is in the log.
-            let _ = std::panic::catch_unwind(end);
-            model.forget();
+            // A panic is in the log.
+            let has_ended = std::panic::catch_unwind(end).unwrap_or(true);
             let mut state = this.lock();
-            state.slots[index].state = SlotState::Absent;
+            if has_ended {
+                model.forget();
+                state.slots[index].state = SlotState::Absent;
+            } else {
+                tracing::error!("the engine of {:?} did not end: its memory is still in use", model.id());
+                (state.slots[index].state, state.slots[index].is_stuck) = (SlotState::Resident, true);
+            }
             state.is_swapping = false;
             this.unload_removed(&mut state);
             drop(state);
@@ -643,10 +651,18 @@ impl Swap {
         for &i in leaving {
             let other = self.models.model(i);
             tracing::info!("unloading {:?} for {:?}", other.id(), model.id());
-            if let Some(service) = other.service()
-                && !unload(service.engine())
-            {
-                other.forget();
+            if let Some(service) = other.service() {
+                let is_free = unload(service.engine(), self.turns.unload);
+                if service.engine().join(Duration::ZERO) {
+                    other.forget();
+                } else if !is_free {
+                    self.lock().slots[i].is_stuck = true;
+                    return Err(format!(
+                        "{:?} was unloaded for it, and the engine of that model does not end, so the memory is still in use; \
+                         restart the server if this lasts",
+                        other.id()
+                    ));
+                }
             }
             self.lock().slots[i].state = SlotState::Absent;
         }
@@ -676,9 +692,9 @@ impl Swap {
     }
 }
 
-/// Unloads the model of an engine that has no request, and waits until its memory is free. Returns false if the engine has
-/// ended.
-fn unload(engine: &EngineHandle) -> bool {
+/// Unloads the model of an engine that has no request, and waits until its memory is free. Returns false if it is not, although
+/// the engine was told to end.
+fn unload(engine: &EngineHandle, timeout: Duration) -> bool {
     const CHECK_EVERY: Duration = Duration::from_millis(5);
     let since = Instant::now();
     let _ = engine.unload(); // an engine that has ended is waited for below
@@ -686,17 +702,13 @@ fn unload(engine: &EngineHandle) -> bool {
         if engine.state() == EngineState::Unloaded {
             return true;
         }
-        if since.elapsed() > UNLOAD_TIMEOUT {
-            tracing::error!(
-                "a model was not unloaded within {} s: its engine ends",
-                UNLOAD_TIMEOUT.as_secs()
-            );
+        if since.elapsed() > timeout {
+            tracing::error!("a model was not unloaded within {} s: its engine ends", timeout.as_secs_f64());
             engine.abort();
-            engine.join(UNLOAD_TIMEOUT);
-            return false;
+            return engine.join(timeout);
         }
     }
-    false
+    true
 }
 
 fn fit(engine: &EngineHandle, queue: &AtomicUsize) {

@@ -39,6 +39,7 @@ const TURNS: Turns = Turns {
     patience: Duration::from_millis(100),
     longest: Duration::from_secs(20),
     retry: Duration::ZERO,
+    unload: Duration::from_secs(60),
     queue: 64,
     queue_of_one: 64,
 };
@@ -334,6 +335,28 @@ async fn a_failed_load_fails_the_requests_that_wait_and_the_next_one_tries_again
     // It may still hold its memory. The request waits until that is free.
     assert_eq!(text(&app.router, "a", "a").await, "ant");
     assert_eq!(app.device.held.load(Ordering::SeqCst), HALF);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn the_memory_of_an_engine_that_does_not_end_counts_until_it_does() {
+    let turns = Turns { unload: Duration::from_millis(100), ..TURNS };
+    let most = 3 * BUDGET / 4;
+    let app = app(&[("ant", most), ("bee", most)], turns, &[]);
+    assert_eq!(text(&app.router, "a", "a").await, "ant");
+    let hung = app.models[0].control();
+    hung.hold_drop(true);
+    let (status, answer) = ask(&app.router, "b").await;
+    assert_eq!((status.as_u16(), &answer["error"]["code"]), (503, &json!("load_failed")), "{answer}");
+    let message = answer["error"]["message"].as_str().expect("a text");
+    assert!(message.contains("\"a\" was unloaded for it") && message.contains("does not end"), "{message}");
+    let (status, answer) = ask(&app.router, "a").await;
+    assert!(status == 503 && answer.to_string().contains("does not end"), "{answer}");
+    assert_eq!(app.models[1].loads.load(Ordering::SeqCst), 0, "its memory is not free");
+
+    hung.hold_drop(false);
+    assert_eq!(text(&app.router, "b", "b").await, "bee");
+    assert_eq!(text(&app.router, "a", "a").await, "ant");
+    assert_eq!(app.device.most.load(Ordering::SeqCst), most);
 }
 
 #[tokio::test(flavor = "multi_thread")]
