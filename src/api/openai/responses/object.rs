@@ -1,7 +1,9 @@
 //! The response object, and the events of its stream.
 
-use serde::Serialize;
-use serde_json::{Map, Value};
+use std::sync::Arc;
+
+use serde::{Serialize, Serializer};
+use serde_json::value::{RawValue, to_raw_value};
 use utoipa::openapi::RefOr;
 use utoipa::openapi::schema::{AdditionalProperties, ObjectBuilder, Schema, Type};
 use utoipa::{PartialSchema, ToSchema};
@@ -67,7 +69,7 @@ replies! {
         /// Always null.
         pub max_tool_calls: Option<usize>,
         #[schema(value_type = Object)]
-        pub metadata: Map<String, Value>,
+        pub metadata: SharedJson,
         pub parallel_tool_calls: bool,
         pub previous_response_id: Option<String>,
         pub prompt_cache_key: Option<String>,
@@ -82,8 +84,9 @@ replies! {
         pub text: TextFormat,
         /// The request's own value.
         #[schema(value_type = Value)]
-        pub tool_choice: Value,
-        pub tools: Vec<RepeatedTool>,
+        pub tool_choice: SharedJson,
+        #[schema(value_type = Vec<RepeatedTool>)]
+        pub tools: SharedJson,
         pub top_logprobs: i64,
         /// The value that was used: the request's, or the model's default.
         pub top_p: Option<f64>,
@@ -119,7 +122,7 @@ replies! {
     pub(in crate::api) struct TextFormat {
         /// The request's own value.
         #[schema(value_type = Object)]
-        pub format: Value,
+        pub format: SharedJson,
     }
 
     /// A tool of the request, with defaults for what the request left out.
@@ -130,7 +133,7 @@ replies! {
         name: String,
         description: Option<String>,
         #[schema(value_type = Object)]
-        parameters: Value,
+        parameters: SharedJson,
         strict: bool,
     }
 }
@@ -141,16 +144,34 @@ impl Reasoning {
     }
 }
 
+/// A JSON value as text, which all copies share. The memory of the value itself may be many times as large, and a request may
+/// wait for a long time.
+#[derive(Debug, Clone)]
+pub(in crate::api) struct SharedJson(Arc<RawValue>);
+
+impl SharedJson {
+    pub fn new(value: &impl Serialize) -> Self {
+        Self(to_raw_value(value).expect("JSON, whose keys are texts").into())
+    }
+}
+
+impl Serialize for SharedJson {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        self.0.serialize(serializer)
+    }
+}
+
 impl RepeatedTool {
-    pub fn all(tools: &Tools) -> Vec<Self> {
+    /// All tools of a request, as a JSON list.
+    pub fn all(tools: &Tools) -> SharedJson {
         let tool = |tool: &crate::session::Tool| Self {
             r#type: Function::Function,
             name: tool.name.clone(),
             description: tool.description.clone(),
-            parameters: tool.parameters.clone(),
+            parameters: SharedJson::new(&tool.parameters),
             strict: tool.strict,
         };
-        tools.list.iter().map(tool).collect()
+        SharedJson::new(&tools.list.iter().map(tool).collect::<Vec<_>>())
     }
 }
 
@@ -372,3 +393,17 @@ impl PartialSchema for KeptItem {
 }
 
 impl ToSchema for KeptItem {}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn copies_of_repeated_values_share_one_text() {
+        let value = serde_json::json!({"a": [1, null, "x"]});
+        let shared = SharedJson::new(&value);
+        let format = TextFormat { format: shared.clone() };
+        assert!(Arc::ptr_eq(&shared.0, &format.format.0));
+        assert_eq!(serde_json::to_value(format).expect("JSON"), serde_json::json!({"format": value}));
+    }
+}

@@ -17,7 +17,7 @@ use crate::api::openai::grammar::FormatType;
 use crate::api::openai::other_fields::{OtherFields, Response};
 use crate::api::openai::responses::items::{Input, conversation_of, kept_input};
 use crate::api::openai::responses::object::{
-    Reasoning, RepeatedRequest, RepeatedTool, ServiceTier, TextFormat, Truncation,
+    Reasoning, RepeatedRequest, RepeatedTool, ServiceTier, SharedJson, TextFormat, Truncation,
 };
 use crate::api::openai::tools::ResponseToolFields;
 use crate::api::server::Server;
@@ -163,7 +163,7 @@ pub(in crate::api) fn parse(
         instructions: fields.instructions,
         max_output_tokens: max_tokens,
         max_tool_calls: None,
-        metadata: fields.metadata.unwrap_or_default().0,
+        metadata: SharedJson::new(&fields.metadata.unwrap_or_default()),
         parallel_tool_calls: tools.parallel,
         previous_response_id: fields.previous_response_id,
         prompt_cache_key: fields.prompt_cache_key,
@@ -173,7 +173,10 @@ pub(in crate::api) fn parse(
         store,
         temperature: fields.temperature.map(|t| t.0),
         text: TextFormat { format },
-        tool_choice: Some(body["tool_choice"].clone()).filter(|v| !v.is_null()).unwrap_or(json!("auto")),
+        tool_choice: match &body["tool_choice"] {
+            Value::Null => SharedJson::new(&"auto"),
+            asked => SharedJson::new(asked),
+        },
         tools: RepeatedTool::all(&tools),
         top_logprobs,
         top_p: fields.top_p.map(|p| p.0),
@@ -204,10 +207,10 @@ pub(in crate::api) fn parse(
 
 impl ResponseFields {
     /// The grammar of the answer, and the field `text.format` as the response repeats it.
-    fn text_format(&self, body: &Value) -> Result<(Option<ResponseGrammar>, Value), ApiError> {
+    fn text_format(&self, body: &Value) -> Result<(Option<ResponseGrammar>, SharedJson), ApiError> {
         const AT: &str = "text.format";
         let Some(format) = self.text.as_ref().and_then(|text| text.format.as_ref()) else {
-            return Ok((None, json!({"type": "text"})));
+            return Ok((None, SharedJson::new(&json!({"type": "text"}))));
         };
         let source = match format.r#type {
             FormatType::Text => None,
@@ -219,7 +222,7 @@ impl ResponseFields {
             }
         };
         let grammar = source.map(|source| ResponseGrammar { source, param: AT.into() });
-        Ok((grammar, body["text"]["format"].clone()))
+        Ok((grammar, SharedJson::new(&body["text"]["format"])))
     }
 
     fn refuse_unsupported(&self) -> Result<(), ApiError> {
