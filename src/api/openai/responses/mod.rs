@@ -28,9 +28,9 @@ use crate::api::ids::unix_time_s;
 use crate::api::openai::logprobs::TokenLogprob;
 use crate::api::openai::responses::items::PageQuery;
 use crate::api::openai::responses::object::{
-    DeletedResponse, ErrorCode, IncompleteDetails, IncompleteReason, ItemList, ItemStatus, NumberedEvent,
-    ObjectName, OutputItem, OutputPart, ReasoningPart, RepeatedRequest, ResponseError, ResponseEvent,
-    ResponseObject, ResponseStatus, ResponsesUsage, item_id as item_id_of,
+    DeletedResponse, IncompleteDetails, IncompleteReason, ItemList, ItemStatus, NumberedEvent, ObjectName,
+    OutputItem, OutputPart, ReasoningPart, RepeatedRequest, ResponseError, ResponseEvent, ResponseObject,
+    ResponseStatus, ResponsesUsage, item_id as item_id_of,
 };
 use crate::api::openai::responses::request::{Form, ResponsesRequest};
 use crate::api::openai::responses::store::Stored;
@@ -234,7 +234,7 @@ impl ResponseBase {
     /// The last event of a stream that an error ended.
     fn failed(self, error: &ApiError) -> ResponseEvent {
         let mut response = self.object(ResponseStatus::Failed, Vec::new());
-        response.error = Some(ResponseError { code: ErrorCode::ServerError, message: error.to_string() });
+        response.error = Some(ResponseError::new(error));
         response.request.store = false;
         ResponseEvent::Failed { response }
     }

@@ -8,19 +8,23 @@ use utoipa::openapi::RefOr;
 use utoipa::openapi::schema::{AdditionalProperties, ObjectBuilder, Schema, Type};
 use utoipa::{PartialSchema, ToSchema};
 
+use crate::api::error::ApiError;
 use crate::api::openai::logprobs::TokenLogprob;
 use crate::api::thinking::{Effort, ReasoningOptions};
 use crate::api::tools::PartialCall;
 use crate::api::wire::reply::{Assistant, Function, ListName, replies};
 use crate::api::wire::union::words;
-use crate::engine::Timings;
+use crate::engine::{EngineError, Timings};
 use crate::model::SamplingParams;
 use crate::session::{Reason, Tools};
 
 words! {
     ObjectName { Response = "response" };
     ResponseStatus { InProgress = "in_progress", Completed = "completed", Incomplete = "incomplete", Failed = "failed" };
-    ErrorCode { ServerError = "server_error" };
+    ErrorCode {
+        ServerError = "server_error", RateLimitExceeded = "rate_limit_exceeded", InvalidPrompt = "invalid_prompt",
+        ContextLengthExceeded = "context_length_exceeded"
+    };
     IncompleteReason { MaxOutputTokens = "max_output_tokens" };
     ServiceTier { Default = "default" };
     Truncation { Disabled = "disabled" };
@@ -95,6 +99,23 @@ replies! {
         pub user: Option<String>,
         /// What of the request was left out. Absent if nothing was.
         pub warnings?: Vec<String>,
+    }
+}
+
+impl ResponseError {
+    /// The error in OpenAI's words for an error within a stream. Those are fewer than the codes of a status, and clients decide
+    /// by them whether to send the request again.
+    pub fn new(error: &ApiError) -> Self {
+        let code = match (error, error.status().as_u16()) {
+            // OpenAI's list does not have this code, but its service sends it, and Codex then shortens the conversation.
+            (ApiError::Context { .. }, _) => ErrorCode::ContextLengthExceeded,
+            (_, 429) => ErrorCode::RateLimitExceeded,
+            // The same request would succeed for a client that reads its answer.
+            (ApiError::Engine(EngineError::SlowReader), _) => ErrorCode::ServerError,
+            (_, 400..500) => ErrorCode::InvalidPrompt,
+            _ => ErrorCode::ServerError,
+        };
+        Self { code, message: error.to_string() }
     }
 }
 
@@ -397,6 +418,7 @@ impl ToSchema for KeptItem {}
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::library::LibraryError;
 
     #[test]
     fn copies_of_repeated_values_share_one_text() {
@@ -405,5 +427,24 @@ mod tests {
         let format = TextFormat { format: shared.clone() };
         assert!(Arc::ptr_eq(&shared.0, &format.format.0));
         assert_eq!(serde_json::to_value(format).expect("JSON"), serde_json::json!({"format": value}));
+    }
+
+    #[test]
+    fn an_error_within_a_stream_says_whether_the_request_is_at_fault() {
+        let context = ApiError::context("the prompt has 9 tokens, and the context 8");
+        let full = LibraryError::QueueFull { model: "m".into(), waiting: 3 };
+        for (error, code) in [
+            (context, "context_length_exceeded"),
+            (ApiError::invalid("tools[0].parameters", "expected a schema"), "invalid_prompt"),
+            (ApiError::Library(LibraryError::Gone("m".into())), "invalid_prompt"),
+            (ApiError::QueueFull { waiting: 3 }, "rate_limit_exceeded"),
+            (ApiError::Library(full), "rate_limit_exceeded"),
+            (ApiError::Engine(EngineError::SlowReader), "server_error"),
+            (ApiError::Engine(EngineError::Lost("ring timeout".into())), "server_error"),
+            (ApiError::Loading, "server_error"),
+        ] {
+            let found = serde_json::to_value(ResponseError::new(&error)).expect("JSON");
+            assert_eq!(found, serde_json::json!({"code": code, "message": error.to_string()}));
+        }
     }
 }
