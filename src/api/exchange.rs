@@ -34,9 +34,9 @@ use crate::api::ids::{new_id, unix_time_s};
 use crate::api::server::{Options, Server};
 use crate::api::tasks::{Purpose, PurposeHeaders};
 use crate::api::wire::reply::replies;
-use crate::engine::{ClientId, Event, Joules, Request, Timings, TokenStream};
+use crate::engine::{ClientId, Event, Joules, Timings, TokenStream};
 use crate::library::{InUse, LibraryError, Model, Stage};
-use crate::session::{AnswerText, Delta, GenerateRequest, Reason, Service, SessionError};
+use crate::session::{AnswerText, Delta, GenerateRequest, Prepared, Reason, Service, SessionError};
 
 /// The maximum time for a whole body. For 32 MiB, with images, that is 280 KB/s, which an uplink of 2.3 Mbit/s reaches, and
 /// for a long conversation of 8 MiB of text 70 KB/s. Many clients may hold their places for that long at the same time, so [`Options::permit_timeout`] is longer.
@@ -116,7 +116,7 @@ impl<T> Parsed<T> {
 }
 
 /// The prompts of a request, each with the text of its answers.
-pub(in crate::api) type Prompts = Vec<(Request, AnswerText)>;
+pub(in crate::api) type Prompts = Vec<Prepared>;
 
 /// A wire format of answers. The value writes one reply, as one object or as the events of a stream.
 pub(in crate::api) trait Format: Sized + Send + 'static {
@@ -328,10 +328,16 @@ async fn start<F: Format>(
     });
     let (arriving, (service, head, prompts, format, stream, failed, purpose, cache_salt)) = prepared.await?;
     tracing::debug!(class = purpose.class(), task = purpose.task, "prepared");
-    let seed = prompts.first().map_or(0, |(engine, _)| engine.seed);
+    let seed = prompts.first().map_or(0, |prompt| prompt.engine.seed);
     let salt = salt_of(server, client.id, cache_salt.as_deref());
     let mut answers = Answers { prompt_only: format.is_prompt_only(), ..Answers::default() };
-    for (mut engine, text) in prompts {
+    for prompt in prompts {
+        let has_images = prompt.has_images();
+        let decoded = move || prompt.decoded().map_err(|error| ApiError::from(error).in_prompt(F::PROMPT));
+        let (mut engine, text) = match has_images {
+            true => on_decoder(server, client.id, decoded).await?,
+            false => decoded()?,
+        };
         engine.cache_salt = salt.clone();
         (engine.client, engine.priority) = (client.id, purpose.priority);
         let n = 1 + engine.more_seeds.len();
@@ -510,6 +516,36 @@ async fn permit(
     timeout(waited, turns.take(client)).await.map_err(|_| ApiError::NoTurn { doing, waited })
 }
 
+/// Charges the client for the time until the drop, also if the work panics.
+struct Timed(FairPermit, Instant);
+
+impl Timed {
+    fn new(permit: FairPermit) -> Self {
+        Self(permit, Instant::now())
+    }
+}
+
+impl Drop for Timed {
+    fn drop(&mut self) {
+        self.0.charge(self.1.elapsed().as_micros() as u64);
+    }
+}
+
+/// Runs work that decodes images, in its turn. The turn is awaited without a permit for a processor, so that many images do not
+/// delay requests without images.
+async fn on_decoder<T: Send + 'static>(
+    server: &Server,
+    client: ClientId,
+    work: impl FnOnce() -> Result<T, ApiError> + Send + 'static,
+) -> Result<T, ApiError> {
+    let turn = permit(server, &server.decoding, client, "decoding the images of").await?;
+    let work = move || {
+        let _timed = Timed::new(turn);
+        work()
+    };
+    on_worker(server, client, "decoding images", work).await
+}
+
 /// Runs work that may take a processor for seconds, such as tokenizing a long conversation or compiling a grammar. The
 /// work runs on blocking threads, at most one for each processor. Permits go to the client that has used the least
 /// processor time. `what` names the work if it panics.
@@ -519,18 +555,9 @@ pub(in crate::api) async fn on_worker<T: Send + 'static>(
     what: &str,
     work: impl FnOnce() -> Result<T, ApiError> + Send + 'static,
 ) -> Result<T, ApiError> {
-    /// Charges the client for the time until the drop, also if the work panics.
-    struct Timed(FairPermit, Instant);
-
-    impl Drop for Timed {
-        fn drop(&mut self) {
-            self.0.charge(self.1.elapsed().as_micros() as u64);
-        }
-    }
-
     let turn = permit(server, &server.tokenizing, client, "preparing").await?;
     let worked = tokio::task::spawn_blocking(move || {
-        let _timed = Timed(turn, Instant::now());
+        let _timed = Timed::new(turn);
         work()
     });
     worked.await.unwrap_or_else(|error| match error.try_into_panic() {
@@ -941,8 +968,11 @@ impl TimingsReport {
 
 #[cfg(test)]
 pub(in crate::api) mod tests {
+    use futures::FutureExt as _;
+
     use super::*;
     use crate::api::http::auth::AccessPolicy;
+    use crate::api::server::DECODED_AT_ONCE;
 
     pub const OPTIONS: Options = Options {
         max_body_bytes: 8 << 20,
@@ -1023,5 +1053,26 @@ pub(in crate::api) mod tests {
         assert_eq!(*order.lock().unwrap(), [1, 2, 2, 1]);
         let bugs = done.iter().filter(|done| matches!(done, Err(ApiError::Panic(_)))).count();
         assert_eq!((bugs, server.tokenizing.count()), (2, taken.len()));
+    }
+
+    #[tokio::test]
+    async fn a_request_that_waits_for_a_decoder_holds_no_processor() {
+        let server = Server::new("m", OPTIONS, AccessPolicy::default());
+        let mut decoding = Vec::new();
+        while let Some(turn) = server.decoding.take(1).now_or_never() {
+            decoding.push(turn);
+        }
+        assert_eq!(decoding.len(), DECODED_AT_ONCE);
+        // More than there are processors.
+        let mut waiting: Vec<_> = (0..200).map(|i| Box::pin(on_decoder(&server, 1, move || Ok(i)))).collect();
+        for waiting in &mut waiting {
+            assert!(futures::poll!(waiting).is_pending());
+        }
+        assert_eq!(server.tokenizing.count(), 0);
+        assert_eq!(on_worker(&server, 2, "working", || Ok("text")).await, Ok("text"));
+        decoding.clear();
+        let done = futures::future::join_all(waiting).await;
+        assert_eq!(done.into_iter().collect::<Result<Vec<_>, _>>(), Ok((0..200).collect()));
+        assert_eq!((server.decoding.count(), server.tokenizing.count()), (0, 0));
     }
 }

@@ -25,6 +25,9 @@ const MAX_ARRIVING: usize = 64;
 /// The maximum number of such requests of one client, so that at least three other clients get as many.
 const MAX_ARRIVING_OF_ONE: usize = MAX_ARRIVING / 4;
 
+/// The maximum number of requests whose images are decoded at the same time. A picture takes up to 1.5 GB for a few seconds.
+pub(in crate::api) const DECODED_AT_ONCE: usize = 2;
+
 #[derive(Debug, Clone, Copy)]
 pub struct Options {
     pub max_body_bytes: usize,
@@ -32,8 +35,8 @@ pub struct Options {
     pub body_stall: Duration,
     /// A body that takes longer than this must reach a minimum rate. Small bodies are complete by then.
     pub body_grace: Duration,
-    /// The maximum wait of a request for a place to be read, and again for a processor. It exceeds the maximum time of a
-    /// body, so a request that waits for the slowest bodies gets a place.
+    /// The maximum wait of a request for a place to be read, again for a processor, and again for its images to be decoded. It
+    /// exceeds the maximum time of a body, so a request that waits for the slowest bodies gets a place.
     pub permit_timeout: Duration,
     /// The maximum delay of the refusal of a wrong key after others from the same address; zero = no delay.
     pub wrong_key_pause: Duration,
@@ -71,6 +74,8 @@ pub struct Server {
     pub(in crate::api) arriving: FairSemaphore,
     /// Permits for a processor, charged by microseconds of work.
     pub(in crate::api) tokenizing: FairSemaphore,
+    /// Permits to decode the images of a request, charged by microseconds of work.
+    pub(in crate::api) decoding: FairSemaphore,
     pub(in crate::api) responses: StoredResponses,
     /// The OpenAPI document of the router's routes.
     document: OnceLock<OpenApi>,
@@ -96,6 +101,7 @@ impl Server {
             metrics: Arc::default(),
             arriving: FairSemaphore::new(MAX_ARRIVING, MAX_ARRIVING_OF_ONE),
             tokenizing: FairSemaphore::new(processors, processors),
+            decoding: FairSemaphore::new(DECODED_AT_ONCE, DECODED_AT_ONCE),
             responses: StoredResponses::new(
                 options.stored_responses,
                 options.stored_response_bytes,

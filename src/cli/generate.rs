@@ -38,7 +38,7 @@ pub async fn answer(
     request: &GenerateRequest,
     interrupt: impl Future<Output = std::io::Result<()>>,
 ) -> Result<String, Error> {
-    let (engine, mut answer) = service.prepare(request)?;
+    let (engine, mut answer) = service.prepare(request)?.decoded()?;
     let prompt_n = engine.prompt.len();
     let mut tokens = service.engine().submit(engine)?;
     let mut text = String::new();

@@ -5,24 +5,17 @@
 //! without pixels.
 //!
 //! A file is decoded only after the prompt is known to fit into the context, so the context bounds the number of images. The
-//! pixels of all requests that wait or run are bounded, too, and so is the number of pictures that are decoded at the same
-//! time. The callers are on threads that may block.
+//! pixels of all requests that wait or run are bounded, too. The caller decodes ([`super::Prepared::decoded`]), and bounds
+//! the number of pictures that are decoded at the same time.
 
 use std::collections::HashMap;
 use std::ops::Range;
-use std::sync::{Arc, Condvar, Mutex};
-use std::time::Duration;
+use std::sync::{Arc, Mutex};
 
 use super::error::SessionError;
 use crate::engine::PromptImage;
 use crate::image::{Filter, ImageError, Limits, decode, file_of, size_of};
 use crate::model::{ImageBudget, ImageLimits, ImageSizes};
-
-/// The most pictures that are decoded at the same time: one takes up to 1.5 GB for a few seconds.
-const DECODED_AT_ONCE: usize = 2;
-
-/// The longest wait for a turn. The thread that waits is one of those that prepare all requests.
-const MAX_WAIT: Duration = Duration::from_secs(10);
 
 /// The most pixels of all files of a request together, which take a decoder some seconds. An image that is sent again in the
 /// same request counts once.
@@ -139,16 +132,14 @@ impl ImageBudgets {
     }
 
     /// The images of a prompt at their positions. A file that occurs several times is decoded once for each number of tokens that
-    /// it may have. Blocks while other pictures are decoded.
-    pub fn decoded<'a>(
-        &self,
-        images: impl Iterator<Item = (Range<usize>, &'a Image)>,
-    ) -> Result<Vec<PromptImage>, SessionError> {
+    /// it may have.
+    fn decoded(&self, images: &[(Range<usize>, Image)]) -> Result<Vec<PromptImage>, SessionError> {
         let mut pixels = REQUEST_PIXELS;
         let mut known: HashMap<(&str, usize), PromptImage> = HashMap::new();
         let mut all = Vec::new();
         for (positions, image) in images {
             let key = (&*image.file, self.most_tokens(image.detail));
+            let positions = positions.clone();
             let one = match known.get(&key) {
                 Some(known) => PromptImage { positions, ..known.clone() },
                 None => self.for_prompt(image, positions, &mut pixels)?,
@@ -167,7 +158,6 @@ impl ImageBudgets {
         pixels: &mut u64,
     ) -> Result<PromptImage, SessionError> {
         let picture = {
-            let _turn = DecoderTurn::take()?;
             let picture = image.read(decode)?;
             let size = u64::from(picture.width()) * u64::from(picture.height());
             *pixels = pixels.checked_sub(size).ok_or_else(|| {
@@ -204,6 +194,18 @@ impl Image {
     }
 }
 
+/// The images of a prompt at their positions, whose files are not decoded yet.
+pub(super) struct UndecodedImages {
+    pub budgets: ImageBudgets,
+    pub images: Vec<(Range<usize>, Image)>,
+}
+
+impl UndecodedImages {
+    pub fn decoded(&self) -> Result<Vec<PromptImage>, SessionError> {
+        self.budgets.decoded(&self.images)
+    }
+}
+
 /// The bytes of pixels of all requests that wait or run.
 static HELD: Mutex<usize> = Mutex::new(0);
 
@@ -234,36 +236,6 @@ impl HeldImages {
 impl Drop for HeldImages {
     fn drop(&mut self) {
         *HELD.lock().expect("nothing panics under this lock") -= self.bytes;
-    }
-}
-
-/// The number of pictures that are being decoded in this process.
-static DECODED: Mutex<usize> = Mutex::new(0);
-static DONE: Condvar = Condvar::new();
-
-/// One of [`DECODED_AT_ONCE`].
-struct DecoderTurn;
-
-impl DecoderTurn {
-    /// Waits for a turn, but not for long.
-    fn take() -> Result<Self, SessionError> {
-        let count = DECODED.lock().expect("nothing panics under this lock");
-        let is_full = |count: &mut usize| *count >= DECODED_AT_ONCE;
-        let waited = DONE.wait_timeout_while(count, MAX_WAIT, is_full);
-        let (mut count, waited) = waited.expect("nothing panics under this lock");
-        if waited.timed_out() {
-            let problem = "the images of other requests take too long to decode".to_owned();
-            return Err(SessionError::Shortage(problem));
-        }
-        *count += 1;
-        Ok(Self)
-    }
-}
-
-impl Drop for DecoderTurn {
-    fn drop(&mut self) {
-        *DECODED.lock().expect("nothing panics under this lock") -= 1;
-        DONE.notify_one();
     }
 }
 

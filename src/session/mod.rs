@@ -20,5 +20,5 @@ pub use error::SessionError;
 pub use grammar::ResponseGrammar;
 pub use images::{AskedImageTokens, Detail, Image};
 pub use request::{GenerateRequest, Thinking, Truncation};
-pub use service::{Service, random_u64, truncate};
+pub use service::{Prepared, Service, random_u64, truncate};
 pub use tools::{MAX_TOOLS, Tool, ToolChoice, Tools};

@@ -8,11 +8,11 @@ use super::answer::AnswerText;
 use super::conversation::as_text;
 use super::error::SessionError;
 use super::grammar::ResponseGrammar;
-use super::images::{HeldImages, ImageBudgets};
+use super::images::{HeldImages, ImageBudgets, UndecodedImages};
 use super::mask::{AnswerMask, CallGuard, Failure, ThoughtGuard, TokenRules};
 use super::request::{GenerateRequest, Truncation};
 use super::tools::ToolChoice;
-use crate::engine::{EngineHandle, PromptImage, Request, SubmitError};
+use crate::engine::{EngineHandle, Request, SubmitError};
 use crate::model::{ImageLimits, SamplingOptions, SamplingParams};
 use crate::text::{
     CallFormat, CallReader, ChatTemplate, Constraint, Grammar, Grammars, ImageTokens, Prompt, PromptEnding,
@@ -54,6 +54,31 @@ struct PromptIds {
 
 /// How many of the last messages may be found to be the one that a template refuses. Each takes a rendering.
 const MOST_TRIED_MESSAGES: usize = 32;
+
+/// A prompt and the text of its answers, before the prompt's images are decoded.
+pub struct Prepared {
+    pub engine: Request,
+    pub answer: AnswerText,
+    images: Option<UndecodedImages>,
+}
+
+impl Prepared {
+    pub fn has_images(&self) -> bool {
+        self.images.is_some()
+    }
+
+    /// The request for the engine, with its images. Each large image takes seconds of CPU time and up to 1.5 GB of memory, so
+    /// call this where blocking is allowed, and a few times at once at most.
+    pub fn decoded(self) -> Result<(Request, AnswerText), SessionError> {
+        let Self { engine, answer, images } = self;
+        let images = images.map_or(Ok(Vec::new()), |images| images.decoded())?;
+        Ok((Request { images, ..engine }, answer))
+    }
+
+    fn at_start(self) -> Self {
+        Self { answer: self.answer.at_start(), ..self }
+    }
+}
 
 impl Service {
     /// `stop_token_ids` end an answer (`<end_of_turn>`, `<eos>`). The text of messages never becomes a control token,
@@ -142,13 +167,12 @@ impl Service {
         self.image_limits().is_ok()
     }
 
-    /// Renders and tokenizes a request, and decodes its images. The caller passes the result to [`EngineHandle::submit`],
-    /// and pushes the events of each answer into a separate copy of the [`AnswerText`]. A long conversation and each large
-    /// image take seconds of CPU time, and at most two images are decoded at the same time, so call this where blocking is
-    /// allowed.
-    pub fn prepare(&self, request: &GenerateRequest) -> Result<(Request, AnswerText), SessionError> {
-        let (engine, answer) = self.prepare_answer(request, true, |_| self.prompt(request))?;
-        Ok((engine, if request.ending == PromptEnding::Answer { answer.at_start() } else { answer }))
+    /// Renders and tokenizes a request. The caller passes the request of [`Prepared::decoded`] to [`EngineHandle::submit`],
+    /// and pushes the events of each answer into a separate copy of the [`AnswerText`]. A long conversation takes seconds of
+    /// CPU time, so call this where blocking is allowed.
+    pub fn prepare(&self, request: &GenerateRequest) -> Result<Prepared, SessionError> {
+        let prepared = self.prepare_answer(request, true, |_| self.prompt(request))?;
+        Ok(if request.ending == PromptEnding::Answer { prepared.at_start() } else { prepared })
     }
 
     /// Like [`Self::prepare`], after the ids of an earlier prompt and its answer.
@@ -156,9 +180,9 @@ impl Service {
         &self,
         earlier: &[u32],
         request: &GenerateRequest,
-    ) -> Result<(Request, AnswerText), SessionError> {
+    ) -> Result<Prepared, SessionError> {
         self.check_ids("context", earlier)?;
-        let (engine, answer) = self.prepare_answer(request, true, |_| {
+        let prepared = self.prepare_answer(request, true, |_| {
             let PromptIds { ids, images } = self.prompt(request)?;
             // Only the first prompt has the id that begins a text.
             let begun = usize::from(!earlier.is_empty() && ids.first().copied() == self.tokenizer.bos());
@@ -170,7 +194,7 @@ impl Service {
                 images: images.into_iter().map(moved).collect(),
             })
         })?;
-        Ok((engine, answer.at_start()))
+        Ok(prepared.at_start())
     }
 
     /// The token ids of the request's conversation, with the descriptions of its tools. Images are counted, but not decoded: of
@@ -281,14 +305,14 @@ impl Service {
         Ok(PromptIds { ids, images })
     }
 
-    /// The images of a prompt, decoded, and the room that they take. A prompt that is too long is refused first.
-    fn decoded(
+    /// The images of a prompt, and the room for their pixels, if there are any. A prompt that is too long is refused first.
+    fn undecoded(
         &self,
         request: &GenerateRequest,
         prompt: &PromptIds,
-    ) -> Result<(Vec<PromptImage>, Option<HeldImages>), SessionError> {
+    ) -> Result<Option<(UndecodedImages, HeldImages)>, SessionError> {
         let (Some(limits), false) = (self.engine.limits().images, prompt.images.is_empty()) else {
-            return Ok((Vec::new(), None));
+            return Ok(None);
         };
         let (tokens, context) = (prompt.ids.len(), self.engine.limits().max_context);
         if tokens >= context {
@@ -296,8 +320,9 @@ impl Service {
         }
         let bytes = prompt.images.iter().map(|(at, _)| limits.pixel_bytes(at.len())).sum();
         let held = HeldImages::take(bytes)?;
-        let images = prompt.images.iter().map(|(at, image)| (at.clone(), &request.images[*image]));
-        Ok((ImageBudgets::new(limits, request.image_tokens)?.decoded(images)?, Some(held)))
+        let images = prompt.images.iter().map(|(at, image)| (at.clone(), request.images[*image].clone()));
+        let budgets = ImageBudgets::new(limits, request.image_tokens)?;
+        Ok(Some((UndecodedImages { budgets, images: images.collect() }, held)))
     }
 
     /// How many of the prompt's last ids to keep. `None` = all.
@@ -317,7 +342,7 @@ impl Service {
         &self,
         request: &GenerateRequest,
         prompt: impl FnOnce(Option<usize>) -> Result<Vec<u32>, E>,
-    ) -> Result<(Request, AnswerText), E> {
+    ) -> Result<Prepared, E> {
         let no_images = |ids| PromptIds { ids, images: Vec::new() };
         self.prepare_answer(request, false, |keep| prompt(keep).map(no_images))
     }
@@ -328,7 +353,7 @@ impl Service {
         request: &GenerateRequest,
         is_conversation: bool,
         prompt: impl FnOnce(Option<usize>) -> Result<PromptIds, E>,
-    ) -> Result<(Request, AnswerText), E> {
+    ) -> Result<Prepared, E> {
         let stops = StopMatcher::new(&request.stop).map_err(|e| match e {
             TextError::Stop(problem) => SessionError::invalid("stop", problem),
             other => SessionError::text(other),
@@ -363,10 +388,9 @@ impl Service {
         let more = request.n.unwrap_or(1).saturating_sub(1) as u64;
         let seed = request.seed.unwrap_or_else(random_u64);
         let prompt = prompt(self.kept(request))?;
-        let (images, held) = self.decoded(request, &prompt)?;
+        let (images, held) = self.undecoded(request, &prompt)?.unzip();
         let mut engine = Request {
             seed,
-            images,
             max_tokens: request.max_tokens,
             more_seeds: (1..=more).map(|i| seed.wrapping_add(i)).collect(),
             ..Request::new(prompt.ids)
@@ -401,7 +425,7 @@ impl Service {
             engine.mask = Some(Box::new(mask.with_calls(calls)));
         }
         engine.sampling = Arc::new(sampling);
-        Ok((engine, answer))
+        Ok(Prepared { engine, answer, images })
     }
 
     /// The rules for the ids of each answer, if a mask must enforce any.

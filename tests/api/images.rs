@@ -8,7 +8,9 @@ use base64::engine::general_purpose::STANDARD;
 use serde_json::{Value, json};
 use unicorn::image::{Filter, Limits as FileLimits, decode};
 use unicorn::model::Limits;
-use unicorn::session::{AskedImageTokens, Detail, GenerateRequest, Image, Service, SessionError, Truncation};
+use unicorn::session::{
+    AskedImageTokens, Detail, GenerateRequest, Image, Prepared, Service, SessionError, Truncation,
+};
 use unicorn::text::{Content, Message, Part};
 
 use crate::support::app::{
@@ -71,7 +73,7 @@ fn request(parts: &[Part<'_>], images: &[Image]) -> GenerateRequest {
 }
 
 fn refused(service: &Service, request: &GenerateRequest) -> SessionError {
-    service.prepare(request).err().expect("refused")
+    service.prepare(request).and_then(Prepared::decoded).err().expect("refused")
 }
 
 fn image(name: &str) -> Image {
@@ -85,7 +87,8 @@ fn prepared_requests_have_the_resized_pixels_of_each_image() {
     let images = ["photo420.jpg", "rgba.png", "one.png"].map(image);
     // The order is that of the messages. An image may come twice, and one that no message has is not decoded.
     let parts = [Part::Image(1), Part::Text("a"), Part::Image(0), Part::Image(1)];
-    let (engine, _) = service.prepare(&request(&parts, &images)).expect("prepared");
+    let (engine, _) =
+        service.prepare(&request(&parts, &images)).and_then(Prepared::decoded).expect("prepared");
     assert_eq!(engine.prompt, prompt_of("\u{1}a\u{1}\u{1}"));
     let soft = image_tokenizer().token_id("<image_soft_token>").expect("a token");
     assert_eq!(engine.images.len(), 3);
@@ -111,9 +114,9 @@ fn prepared_requests_have_the_resized_pixels_of_each_image() {
 fn positions_follow_the_ids_of_an_earlier_answer() {
     let service = service_with(image_limits(), image_tokenizer());
     let request = request(&[Part::Text("a"), Part::Image(0)], &[image("one.png")]);
-    let (alone, _) = service.prepare(&request).expect("prepared");
+    let (alone, _) = service.prepare(&request).and_then(Prepared::decoded).expect("prepared");
     let earlier = prompt_of("hello");
-    let (after, _) = service.prepare_after(&earlier, &request).expect("prepared");
+    let (after, _) = service.prepare_after(&earlier, &request).and_then(Prepared::decoded).expect("prepared");
     assert_eq!(after.prompt, [&earlier, &alone.prompt[1..]].concat());
     let moved = earlier.len() - 1;
     let at = &alone.images[0].positions;
@@ -124,7 +127,10 @@ fn positions_follow_the_ids_of_an_earlier_answer() {
 fn a_model_without_a_row_for_the_token_gets_another_id() {
     let limits = Limits { vocab_size: 512, ..image_limits() };
     let service = service_with(limits, image_tokenizer());
-    let (engine, _) = service.prepare(&request(&[Part::Image(0)], &[image("one.png")])).expect("prepared");
+    let (engine, _) = service
+        .prepare(&request(&[Part::Image(0)], &[image("one.png")]))
+        .and_then(Prepared::decoded)
+        .expect("prepared");
     assert_eq!(engine.prompt[engine.images[0].positions.clone()], [0; IMAGES.tokens]);
     // Ids outside the vocabulary cannot be biased.
     assert!(engine.sampling.logit_bias.iter().all(|(id, _)| *id < 512));
@@ -136,7 +142,8 @@ fn a_model_without_a_row_for_the_token_gets_another_id() {
 fn tokens_of_images_are_never_drawn() {
     let drawn = |limits: Limits| {
         let service = service_with(limits, image_tokenizer());
-        let (engine, _) = service.prepare(&request(&[Part::Text("a")], &[])).expect("prepared");
+        let (engine, _) =
+            service.prepare(&request(&[Part::Text("a")], &[])).and_then(Prepared::decoded).expect("prepared");
         let never = |id: &u32| engine.sampling.logit_bias.contains(&(*id, f32::NEG_INFINITY));
         assert!([110, 111, 512].iter().all(never) || engine.sampling.logit_bias.is_empty());
         engine.sampling.logit_bias.len()
@@ -172,7 +179,7 @@ fn a_truncated_prompt_never_has_a_part_of_an_image() {
         let left = begins.iter().filter(|at| **at >= cut).count();
         assert_eq!(ids.iter().filter(|id| **id == begin).count(), left);
         assert_eq!(ids.iter().filter(|id| **id == 512).count(), left * IMAGES.tokens, "{keep}");
-        match service.prepare(&request) {
+        match service.prepare(&request).and_then(Prepared::decoded) {
             Ok((engine, _)) => {
                 assert_eq!((engine.images.len(), &engine.prompt), (left, &ids));
                 let at = engine.images.iter().map(|image| &ids[image.positions.clone()]);
@@ -202,7 +209,9 @@ fn images_are_decoded_only_if_the_prompt_fits() {
 fn names_in_content_are_refused_where_they_would_be_images() {
     let service = service_with(image_limits(), image_tokenizer()).with_special_in_content(true);
     let images = [image("one.png")];
-    let with = |text: &str| service.prepare(&request(&[Part::Text(text), Part::Image(0)], &images));
+    let with = |text: &str| {
+        service.prepare(&request(&[Part::Text(text), Part::Image(0)], &images)).and_then(Prepared::decoded)
+    };
     let (engine, _) = with("a<end_of_turn>b").expect("prepared");
     assert_eq!(engine.prompt, prompt_of("a<end_of_turn>b\u{1}"));
     for name in ["<start_of_image>", "<image_soft_token>"] {
@@ -496,14 +505,13 @@ async fn a_chat_of_ollama_leaves_out_the_images_of_turns_that_do_not_fit() {
     let app = app_that_takes_images(script);
     let turn = |text: &str| json!({"role": "user", "content": text, "images": [base64("one.png")]});
     let said = json!({"role": "assistant", "content": "c"});
-    // The first image cannot be decoded.
-    let broken = json!({"role": "user", "content": "a", "images": ["?"]});
-    let messages = json!([broken, said, turn("b"), said, turn("d")]);
-    let body = json!({"stream": false, "messages": messages, "options": {"num_ctx": 70, "num_predict": 2}});
+    // An image that cannot be decoded is refused in a turn that stays, and is not read in one that is left out.
+    let broken = |text: &str| json!({"role": "user", "content": text, "images": ["?"]});
+    let chat = |messages: Value| json!({"stream": false, "messages": messages, "options": {"num_ctx": 70, "num_predict": 2}});
+    let body = chat(json!([turn("a"), said, turn("b"), said, broken("d")]));
     let (status, _, answer) = send_json(&app.router, post_to(OLLAMA_CHAT, body.to_string())).await;
-    assert!(status == 400, "all of it fits into the model's context, so all of it is read: {answer}");
-    let messages = json!([turn("a"), said, turn("b"), said, turn("d")]);
-    let body = json!({"stream": false, "messages": messages, "options": {"num_ctx": 70, "num_predict": 2}});
+    assert_eq!(status, 400, "{answer}");
+    let body = chat(json!([broken("a"), said, turn("b"), said, turn("d")]));
     let (status, _, answer) = send_json(&app.router, post_to(OLLAMA_CHAT, body.to_string())).await;
     assert_eq!(status, 200, "{answer}");
     let left = "\u{1}b<end_of_turn>\n<start_of_turn>model\nc<end_of_turn>\n<start_of_turn>user\n\u{1}d";
@@ -530,8 +538,10 @@ fn pictures_that_are_decoded_at_the_same_time_all_arrive() {
         let service = Arc::clone(&service);
         std::thread::spawn(move || {
             let images = ["photo420.jpg", "bad/truncated.jpg"].map(image);
-            let prepared = service.prepare(&request(&[Part::Image(0)], &images)).expect("prepared");
-            // A file that cannot be decoded gives its turn back.
+            let prepared = service
+                .prepare(&request(&[Part::Image(0)], &images))
+                .and_then(Prepared::decoded)
+                .expect("prepared");
             refused(&service, &request(&[Part::Image(1)], &images));
             prepared.0.images[0].hash
         })
@@ -600,7 +610,7 @@ fn each_image_has_as_many_tokens_as_its_size_and_detail_give() {
         (Some(280), [266, 266, 266, 256, of_upright(280), 266]),
     ] {
         let budgets = [140, 70, 280, 140, 70, 140].map(|usual| tokens.unwrap_or(usual));
-        let (engine, _) = service.prepare(&asked(tokens)).expect("prepared");
+        let (engine, _) = service.prepare(&asked(tokens)).and_then(Prepared::decoded).expect("prepared");
         assert_eq!(
             engine.prompt,
             sized_prompt("\u{1}a\u{1}a\u{1}a\u{1}a\u{1}a\u{1}a", &counts),

@@ -6,7 +6,7 @@ use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use serde_json::{Value, json};
 use unicorn::engine::{Event, FinishReason, Restriction, Timings};
-use unicorn::session::{Delta, GenerateRequest, Reason, Service, Tool, ToolChoice, Tools};
+use unicorn::session::{Delta, GenerateRequest, Prepared, Reason, Service, Tool, ToolChoice, Tools};
 use unicorn::text::{
     AnswerPiece, AnswerReader, CallFormat, CallPiece, CallReader, CallSyntax, Message, PromptEnding,
     TemplateInput, ThoughtStart, ThoughtTokens,
@@ -343,7 +343,7 @@ fn babble(
     calls: &[Vec<u32>],
     rng: &mut ChaCha8Rng,
 ) -> Babble {
-    let (engine, mut answer) = service.prepare(request).expect("a sound request");
+    let (engine, mut answer) = service.prepare(request).and_then(Prepared::decoded).expect("a sound request");
     let mut mask = engine.mask;
     let rows = service.engine().limits().vocab_size as u32;
     let stops = &engine.sampling.stop_token_ids;

@@ -300,12 +300,13 @@ impl Format for MessageFormat {
         service: &Service,
         request: &GenerateRequest,
     ) -> Result<(Prompts, Self), ApiError> {
-        let (mut engine, answer) = service.prepare(request)?;
+        let mut prepared = service.prepare(request)?;
+        let engine = &mut prepared.engine;
         // Clients must send `max_tokens`, and send a value that suits any model. If it exceeds the room in the context,
         // the context is the limit.
         let room = service.engine().limits().max_context.saturating_sub(engine.prompt.len());
         engine.max_tokens = engine.max_tokens.filter(|n| *n <= room);
-        Ok((vec![(engine, answer)], Self { form, begun: false, blocks: 0, open: BlockKind::Text }))
+        Ok((vec![prepared], Self { form, begun: false, blocks: 0, open: BlockKind::Text }))
     }
 
     fn whole(self, reply: &Reply, answers: Vec<Delta>, timings: &Timings) -> Result<Message, ApiError> {

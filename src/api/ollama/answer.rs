@@ -17,8 +17,8 @@ use crate::api::openai::logprobs::TokenLogprob;
 use crate::api::server::Server;
 use crate::api::tools::PartialCall;
 use crate::api::wire::reply::{Function, replies};
-use crate::engine::{ClientId, KeepAlive, Request, SubmitError, Timings};
-use crate::session::{AnswerText, Delta, GenerateRequest, Reason, Service};
+use crate::engine::{ClientId, KeepAlive, SubmitError, Timings};
+use crate::session::{Delta, GenerateRequest, Prepared, Reason, Service};
 
 /// One of the two routes.
 pub(in crate::api) trait Route: Sized + Send + 'static {
@@ -39,7 +39,7 @@ pub(in crate::api) trait Route: Sized + Send + 'static {
         service: &Service,
         request: &GenerateRequest,
         most: usize,
-    ) -> Result<(Request, AnswerText), ApiError>;
+    ) -> Result<Prepared, ApiError>;
 
     fn line(prompt: Option<&Self::Prompt>, head: LineHead, piece: Piece, end: LineEnd) -> Self::Line;
 }
@@ -245,7 +245,8 @@ impl<R: Route> Format for AnswerFormat<R> {
         request.thinking.enabled = can_think.then(|| form.think.unwrap_or(true));
         let context = service.engine().limits().max_context;
         let most = form.num_ctx.map_or(context, |most| most.min(context));
-        let (mut engine, answer) = R::prepare(prompt, service, &request, most)?;
+        let mut prepared = R::prepare(prompt, service, &request, most)?;
+        let engine = &mut prepared.engine;
         let prompt_n = engine.prompt.len();
         if prompt_n >= context {
             let error = SubmitError::ContextExceeded { prompt: prompt_n, max_tokens: None, context };
@@ -264,7 +265,7 @@ impl<R: Route> Format for AnswerFormat<R> {
         if R::HAS_IDS {
             format.ids = engine.prompt.clone();
         }
-        Ok((vec![(engine, answer)], format))
+        Ok((vec![prepared], format))
     }
 
     fn is_unload(Wanted { form, prompt }: &Self::Form) -> bool {

@@ -14,9 +14,8 @@ use crate::api::wire::bounded::List;
 use crate::api::wire::reply::{Assistant, replies};
 use crate::api::wire::union::Lines;
 use crate::api::wire::{self, field, short};
-use crate::engine::Request;
 use crate::session::{
-    AnswerText, Conversation, Detail, GenerateRequest, Image, MAX_TOOLS, Service, SessionError,
+    Conversation, Detail, GenerateRequest, Image, MAX_TOOLS, Prepared, Service, SessionError,
 };
 use crate::text::{Content, Message, PromptEnding};
 
@@ -138,14 +137,14 @@ impl Route for ChatRoute {
         service: &Service,
         request: &GenerateRequest,
         most: usize,
-    ) -> Result<(Request, AnswerText), ApiError> {
+    ) -> Result<Prepared, ApiError> {
         let fits = |request: &GenerateRequest| match service.conversation(request) {
             Ok(ids) => Ok(ids.len() < most),
             Err(SessionError::Context { .. }) => Ok(false),
             Err(error) => Err(error),
         };
         match service.prepare(request) {
-            Ok(whole) if !prompt.truncate || whole.0.prompt.len() < most => return Ok(whole),
+            Ok(whole) if !prompt.truncate || whole.engine.prompt.len() < most => return Ok(whole),
             Ok(_) => {}
             Err(SessionError::Context { .. }) if prompt.truncate => {}
             Err(error) => return Err(error.into()),

@@ -13,8 +13,7 @@ use crate::api::wire;
 use crate::api::wire::bounded::TokenId;
 use crate::api::wire::reply::replies;
 use crate::api::wire::union::Lines;
-use crate::engine::Request;
-use crate::session::{AnswerText, Conversation, GenerateRequest, Service};
+use crate::session::{Conversation, GenerateRequest, Prepared, Service};
 
 type OllamaGenerateLines = Lines<OllamaGenerate>;
 type OllamaGenerateFormat = AnswerFormat<GenerateRoute>;
@@ -129,7 +128,7 @@ impl Route for GenerateRoute {
         service: &Service,
         request: &GenerateRequest,
         _: usize,
-    ) -> Result<(Request, AnswerText), ApiError> {
+    ) -> Result<Prepared, ApiError> {
         match prompt.is_raw {
             true => service.prepare_with(request, |keep| {
                 service.check_ids("context", &prompt.context)?;

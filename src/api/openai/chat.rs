@@ -327,7 +327,7 @@ impl Format for Chat {
         request: &GenerateRequest,
     ) -> Result<(Prompts, Self), ApiError> {
         let prepared = service.prepare(request)?;
-        let prompt = &prepared.0.prompt;
+        let prompt = &prepared.engine.prompt;
         let prompt_token_ids = form.return_token_ids.then(|| prompt.clone());
         let format = Self { form, prompt_n: prompt.len(), prompt_token_ids };
         Ok((vec![prepared], format))

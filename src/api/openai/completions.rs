@@ -354,11 +354,11 @@ impl Format for TextFormat {
         let is_whole = request.truncate.is_none();
         let (mut prepared, mut echoes, mut answers) = (Vec::new(), Vec::new(), Vec::new());
         for (at, prompt) in &form.prompts {
-            let (mut engine, answer) = service.prepare_with(request, |keep| prompt.ids(service, at, keep))?;
+            let mut one = service.prepare_with(request, |keep| prompt.ids(service, at, keep))?;
             if form.echo {
-                engine.prompt_logprobs = form.logprobs;
+                one.engine.prompt_logprobs = form.logprobs;
             }
-            let echo = Echo::new(&form, service, prompt, &engine.prompt, is_whole);
+            let echo = Echo::new(&form, service, prompt, &one.engine.prompt, is_whole);
             let chars = echo.text.chars().count();
             answers.extend((0..form.n).map(|_| PartialAnswer {
                 text: String::new(),
@@ -369,7 +369,7 @@ impl Format for TextFormat {
                 prompt_sent: false,
             }));
             echoes.push(echo);
-            prepared.push((engine, answer));
+            prepared.push(one);
         }
         Ok((prepared, Self { form, echoes, answers }))
     }

@@ -492,7 +492,7 @@ impl Format for ResponseFormat {
         request: &GenerateRequest,
     ) -> Result<(Prompts, Self), ApiError> {
         let prepared = service.prepare(request)?;
-        form.repeated.use_sampling(&prepared.0.sampling);
+        form.repeated.use_sampling(&prepared.engine.sampling);
         Ok((vec![prepared], Self { form, items: Vec::new(), logprobs: Vec::new() }))
     }
 
