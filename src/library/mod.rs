@@ -421,14 +421,15 @@ impl Swap {
             let Some(service) = model.service().filter(|_| slot.users == 0) else { continue };
             let engine = service.engine();
             let ends = slot.is_stuck || engine.state() == EngineState::Lost;
-            match (slot.state, engine.state()) {
-                (SlotState::Resident, _) if ends => {
-                    // The memory is free once the runner is dropped.
-                    if engine.join(Duration::ZERO) {
-                        model.forget();
-                        (slot.state, slot.is_stuck) = (SlotState::Absent, false);
-                    }
+            if slot.state == SlotState::Resident && ends {
+                // The memory is free once the runner is dropped.
+                if engine.join(Duration::ZERO) {
+                    model.forget();
+                    (slot.state, slot.is_stuck) = (SlotState::Absent, false);
                 }
+                continue;
+            }
+            match (slot.state, engine.state()) {
                 (SlotState::Resident, EngineState::Unloaded) => slot.state = SlotState::Absent,
                 // The engine had begun to load for a request when the request's client left.
                 (SlotState::Absent, EngineState::Ready | EngineState::Loading | EngineState::Recovering) => {
