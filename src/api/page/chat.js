@@ -208,8 +208,9 @@ export async function hear({ id, version, asked, isBeingWritten }, own) {
 function ask() {
   if (writing.has(shown)) return;
   if (pictures.whenRead()) {
-    const asked = shown;
-    pictures.whenRead().then((all) => all && asked === shown && ask());
+    // Another tab's change replaces the object of the same conversation.
+    const { id } = shown;
+    pictures.whenRead().then((all) => all && id === shown.id && ask());
     return;
   }
   const text = input.value.trim();
