@@ -558,12 +558,12 @@ def pins(requirements):
 
 # `clients`, `scaling`, `service` and `page` start the server that `rust` built, and `npu` uses its examples.
 PARTS = {
-    "demo": demo, "rust": rust, "devices": devices_cheap, "clients": clients, "scaling": scaling, "service": service,
-    "npu": npu, "page": page, "tools": tools,
+    "rust": rust, "clients": clients, "demo": demo, "devices": devices_cheap, "page": page, "service": service, "npu": npu,
+    "tools": tools, "scaling": scaling,
 }
-# Parts that run at the same time, because they mostly wait or use one processor: the tests of a lane run one after the
-# other. `scaling` runs alone: it compares what two daemons do under load.
-LANES = [["clients"], ["devices", "page", "service", "npu", "tools"]]
+# Parts that run at the same time, because they mostly wait or use one processor, and `devices`, which uses the processors that
+# they leave. The tests of a lane run one after the other. `scaling` runs alone: it compares what two daemons do under load.
+LANES = [["clients"], ["demo", "devices", "page", "service", "npu", "tools"]]
 # These parts take too long for every run, and the last one writes files.
 NAMED_ONLY = {
     "lm-eval": lm_eval, "openwebui": openwebui, "agents": agents, "all-devices": devices_all, "all-scaling": all_scaling,
