@@ -208,8 +208,7 @@ export async function hear({ id, version, asked, isBeingWritten }, own) {
 function ask() {
   if (writing.has(shown)) return;
   if (pictures.whenRead()) {
-    // Another tab's change replaces the object of the same conversation.
-    const { id } = shown;
+    const { id } = shown; // another tab may replace it
     pictures.whenRead().then((all) => all && id === shown.id && ask());
     return;
   }

@@ -71,7 +71,7 @@ export async function look() {
   }
   if (own.signal.aborted) return;
   showState(seen);
-  $("#status").classList.toggle("stale", !seen.body); // what is shown there is what was told before
+  $("#status").classList.toggle("stale", !seen.body); // it shows the last answer
   timer = setTimeout(look, state === "away" ? AWAY_MS : EVERY_MS);
   if (seen.body) showFigures(seen.body);
 }
