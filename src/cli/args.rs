@@ -24,7 +24,7 @@ pub struct CommandLine {
 
 // Each command has only the groups of options that affect it. An argument whose id is the name of an option of the
 // configuration, such as `server.port`, sets that option (`configuration.rs`). The value of an omitted option comes from
-// the environment, the configuration files, or the defaults. Some options have hidden aliases: their names in llama.cpp's
+// the environment, the configuration files, or the defaults. Some options have aliases: their names in llama.cpp's
 // server and in vLLM.
 
 /// The id of the positional argument that sets `model.path`, as --model does.
@@ -81,7 +81,7 @@ pub struct TokenizerOption {
 #[derive(Debug, Clone, Args)]
 pub struct TemplateOption {
     /// Chat template in Jinja, for a checkpoint without one, or instead of its own
-    #[arg(long, id = "model.chat_template", value_name = "FILE", alias = "chat-template-file")]
+    #[arg(long, id = "model.chat_template", value_name = "FILE", visible_alias = "chat-template-file")]
     pub chat_template: Option<String>,
 }
 
@@ -136,7 +136,7 @@ pub struct FitOptions {
     #[command(flatten)]
     pub files: FileOptions,
     /// Maximum number of tokens of a prompt and its answer together
-    #[arg(long, short = 'c', id = "engine.context", value_name = "TOKENS", aliases = ["ctx-size", "max-model-len"])]
+    #[arg(long, short = 'c', id = "engine.context", value_name = "TOKENS", visible_aliases = ["ctx-size", "max-model-len"])]
     pub context: Option<u32>,
     #[command(flatten)]
     pub kv: KvOption,
@@ -259,7 +259,7 @@ pub struct EngineOptions {
     pub model: ModelOptions,
     /// Draft model for speculative decoding: a smaller model with the same tokenizer. It speeds answers up and does not
     /// change them
-    #[arg(long, id = "model.draft", value_name = "FOLDER|FILE|ORG/NAME", alias = "model-draft")]
+    #[arg(long, id = "model.draft", value_name = "FOLDER|FILE|ORG/NAME", visible_alias = "model-draft")]
     pub draft: Option<String>,
     #[command(flatten)]
     pub npu: NpuOption,
@@ -298,10 +298,10 @@ pub struct ServeOptions {
     #[command(flatten)]
     pub vision: VisionOption,
     /// Id of the model in the API [default: the folder's name]
-    #[arg(long, id = "model.name", value_name = "NAME", aliases = ["alias", "served-model-name"])]
+    #[arg(long, id = "model.name", value_name = "NAME", visible_aliases = ["alias", "served-model-name"])]
     pub name: Option<String>,
     /// Maximum number of answers that are computed at the same time, 1 to 64 [default: 16; 4 for each of several models]
-    #[arg(long, id = "engine.sequences", value_name = "N", aliases = ["parallel", "max-num-seqs"])]
+    #[arg(long, id = "engine.sequences", value_name = "N", visible_aliases = ["parallel", "max-num-seqs"])]
     pub sequences: Option<usize>,
     /// Address to listen on [default: 127.0.0.1]
     #[arg(long, id = "server.host", value_name = "HOST")]
