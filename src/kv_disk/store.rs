@@ -414,11 +414,13 @@ impl State {
         self.queued.get(&job.address).filter(|queued| queued.number == job.number)
     }
 
-    /// Takes an entry whose file is complete into the index. `false` if it was removed since it was queued.
-    fn keep(&mut self, job: &Job) -> bool {
-        let used = self.queued_as(job).map(|queued| queued.used);
-        used.into_iter().for_each(|used| self.index.insert(job.address, job.bytes(), used));
-        used.is_some()
+    /// Moves an entry whose file is complete, with this time, to the index. `false` if it was removed since it was queued.
+    fn keep(&mut self, job: &Job, time_of_file: UseTime) -> bool {
+        let Some(used) = self.queued_as(job).map(|queued| queued.used) else { return false };
+        self.queued.remove(&job.address);
+        self.index.insert(job.address, job.bytes(), time_of_file);
+        // It may have been used since the file got its time.
+        self.touch(&job.address, used)
     }
 
     /// Records a use of an entry that is in the queue, or in the folder where it can be read. Returns whether it is.
@@ -784,15 +786,16 @@ impl Writer {
     fn write_file(&self, job: &Job) -> io::Result<bool> {
         let names = Names::of(&job.address);
         let subfolder = self.0.folder.make_subfolder(&names.subfolder)?;
-        let result =
-            self.write_temporary(&subfolder, &names, job).and_then(|()| self.commit(&subfolder, &names, job));
+        let written = self.write_temporary(&subfolder, &names, job);
+        let result = written.and_then(|used| self.commit(&subfolder, &names, job, used));
         if !matches!(result, Ok(true)) {
             let _ = discard(&subfolder, &names.temporary);
         }
         result
     }
 
-    fn write_temporary(&self, subfolder: &OwnedFd, names: &Names, job: &Job) -> io::Result<()> {
+    /// Returns the time of the file.
+    fn write_temporary(&self, subfolder: &OwnedFd, names: &Names, job: &Job) -> io::Result<UseTime> {
         // An earlier removal of this file may have failed.
         discard(subfolder, &names.temporary)?;
         let flags = SAFE | OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL;
@@ -801,15 +804,22 @@ impl Writer {
         (self.0.options.write)(&mut file, &encode_header(&job.address, &job.payload))?;
         (self.0.options.write)(&mut file, &job.payload)?;
         // An entry that was removed meanwhile is not kept.
-        let used = self.0.state().queued_as(job).map(|queued| queued.used);
-        used.map_or(Ok(()), |used| file.set_modified(used.into()))
+        let used = self.0.state().queued_as(job).map(|queued| queued.used).unwrap_or_default();
+        file.set_modified(used.into())?;
+        Ok(used)
     }
 
-    fn commit(&self, subfolder: &OwnedFd, names: &Names, job: &Job) -> io::Result<bool> {
+    fn commit(
+        &self,
+        subfolder: &OwnedFd,
+        names: &Names,
+        job: &Job,
+        time_of_file: UseTime,
+    ) -> io::Result<bool> {
         let _files = self.0.lock_files();
         rustix::fs::renameat(subfolder, &names.temporary, subfolder, &names.entry)?;
         // It may have been removed until now, and an entry that is removed from now on is in the index.
-        let is_wanted = self.0.state().keep(job);
+        let is_wanted = self.0.state().keep(job, time_of_file);
         if !is_wanted {
             discard(subfolder, &names.entry)?;
         }
@@ -1302,6 +1312,20 @@ mod tests {
         let store = open(&folder, 2 * file_bytes(10));
         let left: Vec<bool> = addresses.iter().map(|address| store.contains(address)).collect();
         assert_eq!(left, [true, true, false]);
+    }
+
+    #[test]
+    fn a_use_between_the_last_steps_of_a_write_is_recorded_in_the_file() {
+        let (address, payload) = piece(1, 10);
+        let job = Job { address, payload, number: 1 };
+        let times = [1, 2, 3].map(UseTime);
+        let mut state = State::default();
+        state.queued.insert(address, Queued { number: job.number, used: times[0] });
+        assert!(state.touch(&address, times[1]), "the file has its time already");
+        assert!(state.keep(&job, times[0]));
+        assert_eq!(state.touched.make_contiguous(), [address]);
+        assert!(state.touch(&address, times[2]), "the writer has not finished");
+        assert_eq!(state.index.take_touched(&address), Some(times[2]));
     }
 
     #[test]
