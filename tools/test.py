@@ -414,8 +414,8 @@ def npu():
 def page():
     """Tests the page of a real server in a browser, and compares the page's libraries with their packages. Tests for
     which Chromium, Node.js or a package is missing are skipped."""
-    result = page_libraries("--check")
-    lacks = page_lacks()
+    lacking_for_libraries, lacks = fetched(page_packages)
+    result = page_libraries(lacking_for_libraries, "--check")
     if lacks:
         result.skipped.append(("browser", f"tests/page ({lacks})"))
         return result
@@ -423,9 +423,17 @@ def page():
     return Result(result.passed + seen.passed, result.failures + seen.failures, result.skipped + seen.skipped)
 
 
-def page_libraries(*arguments):
-    """Builds the page's libraries from their packages, or checks them."""
-    lacks = node_lacks(PAGE_LIBRARIES, PAGE_LIBRARIES_MODULES, "esbuild")
+def page_packages():
+    """What is missing for the page's libraries, and for its tests ('' = nothing). Installs their packages if possible."""
+    return page_libraries_lack(), page_lacks()
+
+
+def page_libraries_lack():
+    return node_lacks(PAGE_LIBRARIES, PAGE_LIBRARIES_MODULES, "esbuild")
+
+
+def page_libraries(lacks, *arguments):
+    """Builds the page's libraries from their packages, or checks them. `lacks` says what is missing ('' = nothing)."""
     if lacks:
         return Result(skipped=[("page-libraries", f"tools/page_libraries ({lacks})")])
     environment = {"NODE_PATH": str(PAGE_LIBRARIES_MODULES / "node_modules")}
@@ -435,7 +443,7 @@ def page_libraries(*arguments):
 
 def page_libraries_written():
     """Writes src/api/page/libraries again."""
-    result = page_libraries()
+    result = page_libraries(page_libraries_lack())
     return Result(failures=[what for _, what in result.skipped]) if result.skipped else result
 
 
@@ -563,7 +571,7 @@ PARTS = {
 }
 # Parts that run at the same time, because they mostly wait or use one processor, and `devices`, which uses the processors that
 # they leave. The tests of a lane run one after the other. `scaling` runs alone: it compares what two daemons do under load.
-LANES = [["clients"], ["demo", "devices", "page", "service", "npu", "tools"]]
+LANES = [["clients"], ["devices", "page"], ["demo", "service", "npu", "tools"]]
 # These parts take too long for every run, and the last one writes files.
 NAMED_ONLY = {
     "lm-eval": lm_eval, "openwebui": openwebui, "agents": agents, "all-devices": devices_all, "all-scaling": all_scaling,
@@ -632,8 +640,9 @@ def main(names):
     Path(os.environ["MESA_SHADER_CACHE_DIR"]).mkdir(parents=True, exist_ok=True)
 
     chosen = names or PARTS
-    if "rust" in chosen and "clients" in chosen:
-        prefetch(client_packages)
+    for name, packages in {"clients": client_packages, "page": page_packages}.items():
+        if "rust" in chosen and name in chosen:
+            prefetch(packages)
     total, seconds = Result(), {}
     for name, result, spent in each_result(chosen, parts):
         seconds[name] = spent

@@ -377,6 +377,7 @@ const tests = {
     await page.fill("[name=seed]", "7");
     await page.click("dialog .primary");
     await page.reload();
+    await until(async () => (await page.locator(".turn").count()) === 2, "the conversation after a reload");
     await ask(page, "What is the capital of France?");
     await answered(page);
     same([asked.temperature, asked.max_tokens, asked.seed, asked.top_p], [0, 2, 7, undefined], "fields");
