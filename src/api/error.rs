@@ -342,7 +342,7 @@ impl ApiError {
 
     /// Whether the request itself made the model or a device fail. OpenAI's and Anthropic's SDKs send a request again after
     /// any other 500, and each time the device would be lost for all clients.
-    fn would_fail_again(&self) -> bool {
+    pub(in crate::api) fn would_fail_again(&self) -> bool {
         use EngineError::{Coprocessor, LostTwice, NotFinite};
         matches!(self, Self::Engine(NotFinite | LostTwice(_) | Coprocessor(_)))
     }

@@ -112,6 +112,8 @@ impl ResponseError {
             (_, 429) => ErrorCode::RateLimitExceeded,
             // The same request would succeed for a client that reads its answer.
             (ApiError::Engine(EngineError::SlowReader), _) => ErrorCode::ServerError,
+            // A stream cannot have the header that says so any longer.
+            _ if error.would_fail_again() => ErrorCode::InvalidPrompt,
             (_, 400..500) => ErrorCode::InvalidPrompt,
             _ => ErrorCode::ServerError,
         };
@@ -440,6 +442,8 @@ mod tests {
             (ApiError::QueueFull { waiting: 3 }, "rate_limit_exceeded"),
             (ApiError::Library(full), "rate_limit_exceeded"),
             (ApiError::Engine(EngineError::SlowReader), "server_error"),
+            (ApiError::Engine(EngineError::LostTwice("ring timeout".into())), "invalid_prompt"),
+            (ApiError::Engine(EngineError::NotFinite), "invalid_prompt"),
             (ApiError::Engine(EngineError::Lost("ring timeout".into())), "server_error"),
             (ApiError::Loading, "server_error"),
         ] {
