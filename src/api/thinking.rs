@@ -30,7 +30,7 @@ pub(in crate::api) struct ChatThinkingFields {
     /// The same in OpenRouter's form.
     #[schema(inline)]
     reasoning: Option<ReasoningOptions>,
-    /// The most tokens of a thought, in vLLM's field. After them the thought ends, and the answer follows.
+    /// The most tokens of all thoughts of an answer, in vLLM's field. After them the thought ends, and the answer follows.
     thinking_token_budget: Option<MaxTokensOrNone>,
 }
 
@@ -42,7 +42,7 @@ pub(in crate::api) struct ReasoningOptions {
     pub effort: Option<Effort>,
     /// Whether the model thinks.
     enabled: Option<bool>,
-    /// The most tokens of a thought.
+    /// The most tokens of all thoughts of an answer.
     max_tokens: Option<MaxTokensOrNone>,
 }
 
@@ -50,7 +50,7 @@ pub(in crate::api) struct ReasoningOptions {
 #[derive(Debug, Deserialize, ToSchema)]
 pub(in crate::api) struct ThinkingParam {
     r#type: ThinkingType,
-    /// The most tokens of a thought.
+    /// The most tokens of all thoughts of an answer.
     budget_tokens: Option<MaxTokensOrNone>,
 }
 

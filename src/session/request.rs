@@ -53,7 +53,7 @@ pub struct GenerateRequest {
 pub struct Thinking {
     /// `None` = as the chat template decides.
     pub enabled: Option<bool>,
-    /// The most tokens of a thought. `None` = no limit.
+    /// The most tokens of all thoughts of an answer. `None` = no limit.
     pub budget: Option<usize>,
 }
 
