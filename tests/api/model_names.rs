@@ -86,6 +86,12 @@ async fn any_model_name_is_accepted_if_configured() {
         let (status, model) = ask(&app, &format!("/v1/models/{asked}")).await;
         assert_eq!((status, &model["id"]), (200, &json!(id)));
     }
+    // `unicorn rm` looks elsewhere for a name that no model has, and must not be told about another model.
+    for (asked, is_told) in [("whatever", false), (MODEL, true), ("gpt-4o", true)] {
+        let body = json!({"model": asked}).to_string();
+        let (_, _, shown) = send_json(&app.router, post_to("/api/show", body)).await;
+        assert_eq!(shown["kept_because"].is_string(), is_told, "{asked}: {shown}");
+    }
 }
 
 #[tokio::test]

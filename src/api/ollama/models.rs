@@ -110,7 +110,7 @@ replies! {
         model_info: BTreeMap<String, Value>,
         capabilities: Vec<&'static str>,
         modified_at: String,
-        /// Why `/api/delete` does not delete the model; absent if it does.
+        /// Why `/api/delete` does not delete the model; absent if it does, and if no model has the name asked for.
         kept_because?: String,
     }
 }
@@ -208,13 +208,16 @@ post_route! {
     show(server, client: Client, body) -> Json<OllamaShown> {
         let read = exchange::process_body(&server, &client, body, |server, body| {
             let OllamaShowRequest { model, name } = wire::body(body)?;
-            server.served(named_by(model, name).as_deref())
+            let name = named_by(model, name);
+            let is_listed = name.as_deref().is_none_or(|name| server.listed(name).is_some());
+            Ok((server.served(name.as_deref())?, is_listed))
         });
-        let (_, index) = read.await?;
+        let (_, (index, is_listed)) = read.await?;
         let model = &server.library().model(index);
         let card = model.card().ok_or(ApiError::Loading)?;
         let details = details(model, card);
         let arch = &card.architecture;
+        let kept = kept_because(&server, &client, index);
         let of_arch = |key: &str, value: usize| (format!("{arch}.{key}"), json!(value));
         let model_info = BTreeMap::from([
             ("general.architecture".to_owned(), json!(arch)),
@@ -233,7 +236,8 @@ post_route! {
             model_info,
             capabilities: capabilities(model, card),
             modified_at: modified(card),
-            kept_because: kept_because(&server, &client, index).map(|error| error.to_string()),
+            // No model is deleted by a name that it does not have.
+            kept_because: kept.filter(|_| is_listed).map(|error| error.to_string()),
         }))
     }
 }
