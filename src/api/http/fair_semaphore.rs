@@ -1,5 +1,5 @@
-//! Hands out a fixed number of places in turns that are fair between clients: places for bodies that are read, and
-//! places on processors.
+//! Hands out a fixed number of places in turns that are fair between clients: places for bodies that are read, places on
+//! processors, and places to decode images.
 //!
 //! Each client has its own queue, in order of arrival. A free place goes to the present client that was served
 //! least. If two clients were served equally, it goes to the one whose first request waits longer. A place costs one
