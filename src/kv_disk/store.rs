@@ -1163,6 +1163,21 @@ mod tests {
         }
     }
 
+    /// A store that has begun to write the first of three entries, and waits until the guard is dropped.
+    fn writing_three<'a>(folder: &TempDir, gate: &'a Arc<Mutex<()>>) -> (KvStore, MutexGuard<'a, ()>) {
+        let (write, begins) = gated_write(gate);
+        let store = open_with(folder, MUCH, write);
+        let closed = gate.lock().unwrap();
+        queue_three(&store);
+        begins.recv().unwrap();
+        (store, closed)
+    }
+
+    /// Whether each of these entries is in the store.
+    fn contained(store: &KvStore, addresses: &[Address]) -> Vec<bool> {
+        addresses.iter().map(|address| store.contains(address)).collect()
+    }
+
     /// A write that fails as a full disk does as often as the counter says. Half of the bytes are written
     /// before.
     fn failing_write(failures: &Arc<AtomicU32>) -> Box<WriteAll> {
@@ -1245,8 +1260,7 @@ mod tests {
         let store = open(&folder, bytes);
         assert_eq!(store.stats().bytes, bytes);
         put(&store, 4, 100);
-        let left: Vec<bool> = addresses.iter().map(|address| store.contains(address)).collect();
-        assert_eq!(left, [true, false, true, true]);
+        assert_eq!(contained(&store, &addresses), [true, false, true, true]);
         drop(store);
 
         let store = open(&folder, 2 * file_bytes(100));
@@ -1266,8 +1280,7 @@ mod tests {
         drop(store);
 
         let store = open(&folder, 2 * file_bytes(100));
-        let left: Vec<bool> = addresses.iter().map(|address| store.contains(address)).collect();
-        assert_eq!(left, [true, true, false, false]);
+        assert_eq!(contained(&store, &addresses), [true, true, false, false]);
         assert_matches_disk(&store, folder.path());
     }
 
@@ -1284,24 +1297,23 @@ mod tests {
             address
         };
         let addresses: Vec<Address> = (0..5).map(write).collect();
-        let left = |store: &KvStore| addresses.iter().map(|a| store.contains(a)).collect::<Vec<_>>();
         assert!(!store.contains(&old));
-        assert_eq!(left(&store), [true, true, true, false, true], "the last one needed room");
+        assert_eq!(
+            contained(&store, &addresses),
+            [true, true, true, false, true],
+            "the last one needed room"
+        );
         assert!(store.touch(&addresses[0], used.less(100)), "an earlier use changes nothing");
         drop(store);
 
         let store = open(&folder, 2 * file_bytes(100));
-        assert_eq!(left(&store), [true, true, false, false, false]);
+        assert_eq!(contained(&store, &addresses), [true, true, false, false, false]);
     }
 
     #[test]
     fn the_use_of_an_entry_that_waits_to_be_written_counts() {
         let (folder, gate) = (folder(), Arc::new(Mutex::new(())));
-        let (write, begins) = gated_write(&gate);
-        let store = open_with(&folder, MUCH, write);
-        let closed = gate.lock().unwrap();
-        queue_three(&store);
-        begins.recv().unwrap();
+        let (store, closed) = writing_three(&folder, &gate);
         let addresses: Vec<Address> = (0..3).map(|number| piece(number, 10).0).collect();
         for address in &addresses[..2] {
             assert!(store.touch(address, store.now()) && !store.contains(address));
@@ -1310,8 +1322,7 @@ mod tests {
         assert!(store.flush(LONG));
         drop(store);
         let store = open(&folder, 2 * file_bytes(10));
-        let left: Vec<bool> = addresses.iter().map(|address| store.contains(address)).collect();
-        assert_eq!(left, [true, true, false]);
+        assert_eq!(contained(&store, &addresses), [true, true, false]);
     }
 
     #[test]
@@ -1371,8 +1382,7 @@ mod tests {
         assert!(store.read(&addresses[0], 100, store.now()).is_some());
         // Needs the room of two entries.
         put(&store, 9, 200);
-        let left: Vec<bool> = addresses.iter().map(|address| store.contains(address)).collect();
-        assert_eq!(left, [true, false, false, true]);
+        assert_eq!(contained(&store, &addresses), [true, false, false, true]);
         assert_eq!(store.stats().evicted_entries, 2);
         assert_matches_disk(&store, folder.path());
 
@@ -1557,8 +1567,7 @@ mod tests {
         let addresses: Vec<Address> = (0..4).map(|number| put(&store, number, 100)).collect();
         failures.store(1, Ordering::SeqCst);
         put(&store, 9, 150);
-        let left: Vec<bool> = addresses.iter().map(|address| store.contains(address)).collect();
-        assert_eq!(left, [false, false, true, true]);
+        assert_eq!(contained(&store, &addresses), [false, false, true, true]);
         assert_eq!((store.stats().write_errors, store.stats().evicted_entries), (0, 2));
         assert_matches_disk(&store, folder.path());
     }
@@ -1620,11 +1629,7 @@ mod tests {
     #[test]
     fn the_last_drop_ends_the_writer_after_the_entry_at_hand() {
         let (folder, gate) = (folder(), Arc::new(Mutex::new(())));
-        let (write, begins) = gated_write(&gate);
-        let store = open_with(&folder, MUCH, write);
-        let closed = gate.lock().unwrap();
-        queue_three(&store);
-        begins.recv().unwrap();
+        let (store, closed) = writing_three(&folder, &gate);
         let clone = store.clone();
         drop(store);
         assert!(clone.stats().queued_bytes > 0);
@@ -1816,11 +1821,7 @@ mod tests {
     #[test]
     fn removed_entries_are_gone_and_can_be_written_again() {
         let (folder, gate) = (folder(), Arc::new(Mutex::new(())));
-        let (write, begins) = gated_write(&gate);
-        let store = open_with(&folder, MUCH, write);
-        let closed = gate.lock().unwrap();
-        queue_three(&store);
-        begins.recv().unwrap();
+        let (store, closed) = writing_three(&folder, &gate);
         let addresses: Vec<Address> = (0..2).map(|number| piece(number, 10).0).collect();
         store.remove(&addresses);
         let (first, payload) = piece(0, 10);
@@ -1843,11 +1844,7 @@ mod tests {
     #[test]
     fn clear_drops_the_queue_and_the_entry_that_is_written_now() {
         let (folder, gate) = (folder(), Arc::new(Mutex::new(())));
-        let (write, begins) = gated_write(&gate);
-        let store = open_with(&folder, MUCH, write);
-        let closed = gate.lock().unwrap();
-        queue_three(&store);
-        begins.recv().unwrap();
+        let (store, closed) = writing_three(&folder, &gate);
         assert_eq!(store.clear().unwrap(), Cleared::default());
         assert_eq!(store.stats().queued_bytes, file_bytes(10));
         // The same address again, while its first write is not complete.
