@@ -25,8 +25,8 @@ pub struct Turns {
     pub longest: Duration,
     /// For so long after a load that failed, requests for the model fail without another try.
     pub retry: Duration,
-    /// How long an unload may take, which may have to wait for a load of the same model. After it the engine is told to end,
-    /// which may take as long again.
+    /// How long an unload may take, which may have to wait for a load of the same model. If it takes longer, the engine is
+    /// aborted, and its end may take as long again.
     pub unload: Duration,
     /// The maximum number of waiting requests, which keep their bodies, and of one client's.
     pub queue: usize,

@@ -168,7 +168,7 @@ pub(super) fn read(
     head_dim: usize,
     context: usize,
 ) -> Result<(f64, RopeScaling), ConfigError> {
-    // In older configs, it is beside the base.
+    // Older configs have it in the same object as the base.
     check_share(config)?;
     let theta = config.number("rope_theta", default_theta, THETAS)?;
     let old = match config.object("rope_scaling")? {

@@ -42,7 +42,7 @@ pub(in crate::api) fn asked(
 }
 
 impl TokenLogprob {
-    /// Those of the tokens that a delta adds; none if the request asks for none.
+    /// The log probabilities of a delta's tokens. Empty if the request asks for no log probabilities.
     pub fn of(delta: &Delta, service: &Service) -> Vec<Self> {
         delta.logprobs.iter().map(|(id, logprobs)| Self::new(service, *id, logprobs)).collect()
     }
