@@ -38,7 +38,8 @@ pub struct Uploader<'a, E> {
     scratch: Vec<u8>,
     /// Whether mapped memory is filled through staging, too.
     staged: bool,
-    readers: ThreadPool,
+    /// The threads that read files, from the first queued read on. Many uploads are small and read nothing.
+    readers: Option<ThreadPool>,
 }
 
 impl<'a, E: From<GpuError> + Send> Uploader<'a, E> {
@@ -48,14 +49,6 @@ impl<'a, E: From<GpuError> + Send> Uploader<'a, E> {
             let buffer = arena.alloc(MemoryKind::Upload, Class::Staging, STAGING_BYTES, "staging")?;
             Ok::<_, GpuError>((buffer, CommandBuffer::new(device, "upload")?))
         };
-        let readers =
-            rayon::ThreadPoolBuilder::new().num_threads(READERS).thread_name(|i| format!("reader {i}"));
-        let readers = readers.build().map_err(|error| {
-            GpuError::Unusable(format!(
-                "the system cannot start a thread for reading weights: {error}; this process has too little memory or \
-                 too many threads (`ulimit -v`, `ulimit -u`, MemoryMax=, TasksMax=)"
-            ))
-        })?;
         Ok(Uploader {
             device: Arc::clone(device),
             queued: Vec::new(),
@@ -63,7 +56,7 @@ impl<'a, E: From<GpuError> + Send> Uploader<'a, E> {
             next: 0,
             scratch: Vec::new(),
             staged: false,
-            readers,
+            readers: None,
         })
     }
 
@@ -125,6 +118,9 @@ impl<'a, E: From<GpuError> + Send> Uploader<'a, E> {
     /// reads fill the same bytes.
     pub fn read_queued(&mut self) -> Result<(), E> {
         let mut queued = std::mem::take(&mut self.queued);
+        if queued.is_empty() {
+            return Ok(());
+        }
         let mut ranges: Vec<_> = queued.iter().map(|r| (r.to.address(), r.to.size())).collect();
         ranges.sort_unstable();
         let apart = ranges.is_sorted_by(|(first, size), (next, _)| first + size <= *next);
@@ -144,7 +140,11 @@ impl<'a, E: From<GpuError> + Send> Uploader<'a, E> {
                 );
             }
         }
-        read_all(&self.readers, &self.device, direct)?;
+        let readers = match &mut self.readers {
+            Some(readers) => readers,
+            none => none.insert(start_readers()?),
+        };
+        read_all(readers, &self.device, direct)?;
         let mut rest = &staged[..];
         while !rest.is_empty() {
             // Each round reads as many pieces as fit into a staging buffer.
@@ -162,7 +162,7 @@ impl<'a, E: From<GpuError> + Send> Uploader<'a, E> {
                 let piece = mapped.split_off_mut(..bytes as usize).expect("counted above");
                 (read, offset, piece)
             });
-            read_all(&self.readers, &self.device, pieces.collect())?;
+            read_all(readers, &self.device, pieces.collect())?;
             let (staging, commands) = &mut self.halves[half];
             let mut recorder = commands.begin()?;
             let mut at = 0;
@@ -190,6 +190,16 @@ impl<'a, E: From<GpuError> + Send> Uploader<'a, E> {
         self.read_queued()?;
         Ok(self.halves.iter_mut().try_for_each(|(_, commands)| commands.wait())?)
     }
+}
+
+fn start_readers() -> Result<ThreadPool, GpuError> {
+    let readers = rayon::ThreadPoolBuilder::new().num_threads(READERS).thread_name(|i| format!("reader {i}"));
+    readers.build().map_err(|error| {
+        GpuError::Unusable(format!(
+            "the system cannot start a thread for reading weights: {error}; this process has too little memory or too \
+             many threads (`ulimit -v`, `ulimit -u`, MemoryMax=, TasksMax=)"
+        ))
+    })
 }
 
 /// Runs the reads. The threads take the pieces in order, because disks read sequential data faster.
