@@ -291,15 +291,13 @@ impl Make<'_> {
         let native = NativeTensor { scheme, blocks: blocks[..].into(), scales: scales[..].into() };
         let (shape, encoding) = ([rows, cols], Encoding::Native(native));
         let tensor = Tensor { name: "measured", file: "memory", shape: &shape, encoding, interleaved: None };
-        let mut upload = || {
-            let mut uploader = Uploader::<UploadError>::new(&self.rig.device)?;
-            let arena = &mut self.arena;
-            let matrix =
-                Matrix::upload(arena, &mut uploader, &tensor, scheme, Class::Ffn, shard, &mut |_| {})?;
-            uploader.finish()?;
-            Ok(matrix)
+        let mut uploader = Uploader::<UploadError>::new(&self.rig.device)?;
+        let mut upload = |_| {
+            Matrix::upload(&mut self.arena, &mut uploader, &tensor, scheme, Class::Ffn, shard, &mut |_| {})
         };
-        (0..count).map(|_| upload().map_err(gpu_error)).collect()
+        let all = (0..count).map(&mut upload).collect::<Result<Vec<_>, _>>().map_err(gpu_error)?;
+        uploader.finish().map_err(gpu_error)?;
+        Ok(all)
     }
 }
 
