@@ -73,16 +73,19 @@ pub struct Isa {
     /// Tokens in each sequence's KV cache at the predicted decode step
     #[arg(long, value_name = "TOKENS", default_value_t = 512, value_parser = clap::value_parser!(u32).range(..=131_071))]
     pub depth: u32,
-    /// Also write the assembly of every pipeline, one file each
+    /// Compile only the pipelines that the predictions use, which takes a fraction of the time
+    #[arg(long)]
+    pub used: bool,
+    /// Also write the assembly of every compiled pipeline, one file each
     #[arg(long, value_name = "FOLDER")]
     pub assembly: Option<PathBuf>,
     /// Print one JSON object
     #[arg(long)]
     pub json: bool,
-    /// Compile a part of the kernels on the device that the environment selects, and print the result. The command runs itself
-    /// with this option
-    #[arg(long, value_name = "PART", hide = true)]
-    pub compile: Option<usize>,
+    /// Compile the pipelines that standard input lists on the device that the environment selects, and print the result. The
+    /// command runs itself with this option
+    #[arg(long, hide = true)]
+    pub compile: bool,
     #[command(flatten)]
     pub quantize: QuantizeOption,
     #[command(flatten)]

@@ -8,7 +8,7 @@
 
 use std::collections::BTreeSet;
 use std::fmt::Write as _;
-use std::io::Read;
+use std::io::{Read, Write as _};
 use std::path::Path;
 use std::process::{Command, Stdio};
 use std::sync::mpsc;
@@ -17,8 +17,8 @@ use std::time::Duration;
 use serde_json::json;
 
 use super::args;
-use super::judge::predict::{BARRIER_US, Chip, DISPATCH_US, Line, Prediction, Question};
-use super::judge::{self, Compilation, Judge};
+use super::judge::predict::{self, BARRIER_US, Chip, DISPATCH_US, Line, Prediction, Question};
+use super::judge::{self, Compilation, Judge, JudgeError, Named, Wanted};
 use crate::cli::error::Error;
 use crate::cli::terminal::print;
 use crate::cli::version::commit;
@@ -40,17 +40,12 @@ const MESA26: &str = ".cache/devices/mesa26";
 const WITH_MESA26: &str = "tools/with_mesa26.sh";
 
 pub fn isa(config: &Config, args: &args::Isa) -> Result<(), Error> {
-    let shapes = if args.shape.is_empty() { arch::shapes().collect() } else { args.shape.clone() };
-    if let Some(part) = args.compile {
-        let compilation = judge::compile(&args.device, &shapes, part)?
-            .ok_or_else(|| Error::Argument(format!("--compile {part}: there is no such part")))?;
-        return print(&serde_json::to_string(&compilation).expect("texts and numbers"));
+    if args.compile {
+        return compile(&args.device);
     }
+    let shapes: Vec<Shape> =
+        if args.shape.is_empty() { arch::shapes().collect() } else { args.shape.clone() };
     let chip = Chip::named(&args.device).map_err(Error::Argument)?;
-    let (judges, left_out) = judges(&chip, &shapes)?;
-    if let Some(folder) = &args.assembly {
-        write_assembly(folder, &judges)?;
-    }
     let mode = match config.model.quantize {
         QuantizeMode::None => QuantizeMode::Int4G128Emb8,
         mode => mode,
@@ -65,10 +60,27 @@ pub fn isa(config: &Config, args: &args::Isa) -> Result<(), Error> {
         chunk: config.engine.prefill_chunk,
     };
     let recorded = asked.record()?;
+    let wanted = if args.used { predict::pipelines(&recorded) } else { judge::pipelines(&asked.shapes) };
+    let (judges, left_out) = judges(&chip, &wanted)?;
+    if let Some(folder) = &args.assembly {
+        write_assembly(folder, &judges)?;
+    }
     let of_judge = |judge| recorded.iter().map(|steps| steps.predict(&chip, judge)).collect();
     let predictions: Vec<Vec<_>> = judges.iter().map(of_judge).collect();
     let report = Report { chip, asked, judges, left_out, predictions };
     print(&if args.json { report.json() } else { report.text() })
+}
+
+/// Compiles the pipelines that standard input lists, for the process that started this one.
+fn compile(device: &str) -> Result<(), Error> {
+    let failed = |problem: String| Error::Argument(format!("--compile: {problem}"));
+    let wanted: Vec<Named> =
+        serde_json::from_reader(std::io::stdin().lock()).map_err(|error| failed(error.to_string()))?;
+    let compilation = judge::compile(device, &wanted).map_err(|error| match error {
+        JudgeError::Gpu(error) => error.into(),
+        other => failed(other.to_string()),
+    })?;
+    print(&serde_json::to_string(&compilation).expect("texts and numbers"))
 }
 
 struct Report {
@@ -82,7 +94,7 @@ struct Report {
 }
 
 /// The results of every available compiler, and the reason why Mesa 26 is not available.
-fn judges(chip: &Chip, shapes: &[Shape]) -> Result<(Vec<Judge>, Option<String>), Error> {
+fn judges(chip: &Chip, wanted: &[Wanted]) -> Result<(Vec<Judge>, Option<String>), Error> {
     let paths = || ICD_FOLDERS.iter().flat_map(|folder| ICD_NAMES.map(|name| Path::new(folder).join(name)));
     let null_device = "RADV's null device";
     let failed = |problem: String| Error::Tool { tool: null_device.into(), problem };
@@ -96,7 +108,7 @@ fn judges(chip: &Chip, shapes: &[Shape]) -> Result<(Vec<Judge>, Option<String>),
         command.env("RADV_FORCE_FAMILY", chip.name);
         command
     };
-    let mut judges = vec![run(null_device, command, chip.name, shapes)?];
+    let mut judges = vec![run(null_device, command, chip.name, wanted)?];
 
     let shim = "RADV 26 over a shim";
     let left_out = match chip.shim {
@@ -109,7 +121,7 @@ fn judges(chip: &Chip, shapes: &[Shape]) -> Result<(Vec<Judge>, Option<String>),
                     command.env("MESA26_DEVICE", id).arg(&itself);
                     command
                 };
-                judges.push(run(shim, command, id, shapes)?);
+                judges.push(run(shim, command, id, wanted)?);
                 None
             }
         },
@@ -129,42 +141,42 @@ fn without_mesa26() -> Option<String> {
     }
 }
 
-/// Starts this program again to compile on a device, once for each part of the pipelines. `command` makes a command with
-/// everything except the arguments for that.
+/// Starts this program again to compile on a device, once for each part of the pipelines. `command` makes a command
+/// without the arguments for that.
 fn run(
     compiler: &'static str,
     command: impl Fn() -> Command,
     device: &str,
-    shapes: &[Shape],
+    wanted: &[Wanted],
 ) -> Result<Judge, Error> {
-    let failed = |problem: String| Error::Tool { tool: compiler.into(), problem };
-    let part = |part: usize| compile_part(compiler, command(), device, shapes, part);
-    let mut all = part(0)?;
-    for next in 1..judge::parts(shapes) {
-        all.add(part(next)?);
+    let mut parts = judge::requests(wanted).map(|part| compile_part(compiler, command(), device, &part));
+    let mut all = parts.next().expect("every model uses some pipelines")?;
+    for next in parts {
+        all.add(next?);
     }
-    Judge::read(compiler, all, shapes).map_err(|e| failed(e.to_string()))
+    Judge::read(compiler, all, wanted)
+        .map_err(|error| Error::Tool { tool: compiler.into(), problem: error.to_string() })
 }
 
 fn compile_part(
     compiler: &'static str,
     mut command: Command,
     device: &str,
-    shapes: &[Shape],
-    part: usize,
+    part: &[Named],
 ) -> Result<Compilation, Error> {
-    let names: Vec<&str> = shapes.iter().map(|shape| shape.name).collect();
     let failed = |problem: String| Error::Tool { tool: compiler.into(), problem };
     command
-        .args(["isa", "--device", &device.to_uppercase(), "--shape", &names.join(",")])
-        .args(["--compile", &part.to_string()])
+        .args(["isa", "--device", &device.to_uppercase(), "--compile"])
         // Cached shaders were compiled without statistics.
         .env("MESA_SHADER_CACHE_DISABLE", "true")
-        .stdin(Stdio::null())
+        .stdin(Stdio::piped())
         .stdout(Stdio::piped())
         .stderr(Stdio::piped());
     let mut child = command.spawn().map_err(|e| failed(format!("cannot be started: {e}")))?;
     let (mut out, mut err) = (child.stdout.take().expect("piped"), child.stderr.take().expect("piped"));
+    // It reads all of this before it writes, unless it has failed, which its status tells.
+    let list = serde_json::to_vec(part).expect("texts and numbers");
+    let _ = child.stdin.take().expect("piped").write_all(&list);
     let said = std::thread::spawn(move || {
         let mut text = Vec::new();
         let _ = err.read_to_end(&mut text);

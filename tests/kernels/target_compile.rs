@@ -4,6 +4,7 @@
 //! The tests pin properties of the compiled kernels. A change that makes a kernel worse for this GPU fails on a machine
 //! without it.
 
+use std::collections::BTreeSet;
 use std::path::Path;
 use std::process::Command;
 use std::sync::OnceLock;
@@ -501,6 +502,14 @@ fn gpus_related_to_the_780m_are_analyzed_too() {
     }
 }
 
+fn lines_of(prediction: &Value) -> &Vec<Value> {
+    prediction["lines"].as_array().expect("a list")
+}
+
+fn pipeline_of(line: &Value) -> &str {
+    line["pipeline"].as_str().expect("a name")
+}
+
 /// Types and depth change the bytes per token, and the precision changes the kernels.
 #[test]
 fn isa_follows_its_options() {
@@ -510,7 +519,7 @@ fn isa_follows_its_options() {
     let types = ["--quantize", "int8-row", "--kv", "int8", "--precision", "f32", "--depth", "4096"];
     let other = printed_json(isa(
         "phoenix",
-        &[&types[..], &["--shape", "gemma-3-4b", "--assembly", assembly]].concat(),
+        &[&types[..], &["--shape", "gemma-3-4b", "--used", "--assembly", assembly]].concat(),
     ));
     let one = |report: &Value, what: &str| {
         let predictions = report["compilers"][0]["predictions"].as_array().expect("a list");
@@ -531,8 +540,7 @@ fn isa_follows_its_options() {
         (&"int8".into(), &4096.into(), &"int8-row".into())
     );
     let kernels = |report: &Value, what: &str| -> Vec<String> {
-        let lines = one(report, what)["lines"].as_array().expect("a list").clone();
-        lines.iter().map(|line| line["pipeline"].as_str().expect("a name").into()).collect()
+        lines_of(&one(report, what)).iter().map(|line| pipeline_of(line).to_owned()).collect()
     };
     assert_ne!(kernels(&other, "batch 1"), kernels(plain, "batch 1"), "f32 products use other kernels");
     let of_tower = |report: &Value, product: &str| {
@@ -541,8 +549,22 @@ fn isa_follows_its_options() {
     };
     of_tower(plain, "fast_matmul_int8_row");
     of_tower(&other, "matmul_bf16");
-    let drivers = std::fs::read_dir(folder.path()).expect("a folder").count();
-    assert_eq!(drivers, other["compilers"].as_array().expect("a list").len(), "a folder for each compiler");
+    // Only what the predictions use was compiled, and written.
+    let used: BTreeSet<&str> = shapes.iter().flat_map(lines_of).map(pipeline_of).collect();
+    for compiler in other["compilers"].as_array().expect("a list") {
+        let compiled = compiler["pipelines"].as_array().expect("a list");
+        let compiled: BTreeSet<&str> = compiled.iter().map(|p| p["name"].as_str().expect("a name")).collect();
+        assert_eq!(compiled, used, "{}", compiler["compiler"]);
+    }
+    let drivers: Vec<_> = std::fs::read_dir(folder.path()).expect("a folder").flatten().collect();
+    for driver in &drivers {
+        assert_eq!(std::fs::read_dir(driver.path()).expect("a folder").count(), used.len(), "{driver:?}");
+    }
+    assert_eq!(
+        drivers.len(),
+        other["compilers"].as_array().expect("a list").len(),
+        "a folder for each compiler"
+    );
 }
 
 #[test]

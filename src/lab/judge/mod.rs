@@ -2,7 +2,7 @@
 //! and predicts its time ([`predict`]).
 //!
 //! RADV chooses its GPU by the environment, and a process loads its drivers once. So one process compiles
-//! ([`compile`]), and another reads the result ([`Judge::read`]); `unicorn-lab isa` starts both. Nothing is executed.
+//! ([`compile`]), and another reads the result ([`Judge::read`]); `unicorn-lab isa` is both. Nothing is executed.
 
 pub mod predict;
 pub mod work;
@@ -14,9 +14,19 @@ use super::assembly::{IsaError, Program, real_waves};
 use super::cost::{self, Body};
 use crate::gpu::compiler::Compiler;
 use crate::gpu::{GpuError, Shader};
-use crate::kernels::{Heads, LayerKind, all_pipelines};
+use crate::kernels::{Heads, LayerKind, all_pipelines, shaders};
 use crate::model::spec::{AttentionHeads, Shape};
 use crate::tensor::Precision;
+
+/// A pipeline to compile: its shader, and the values of its constants.
+pub type Wanted = (&'static Shader, Vec<u32>);
+
+/// A [`Wanted`] by the shader's name, as the compiling process is told.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Named {
+    shader: String,
+    constants: Vec<u32>,
+}
 
 /// The output of the compiling process.
 #[derive(Debug, Clone, Serialize, Deserialize)]
@@ -29,22 +39,28 @@ pub struct Compilation {
 /// One pipeline as the driver reports it.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 struct Text {
-    shader: String,
-    constants: Vec<u32>,
+    #[serde(flatten)]
+    of: Named,
     subgroup_size: u32,
     statistics: Vec<(String, u64)>,
     assembly: String,
 }
 
-/// The output of a compiler process cannot be read.
+/// Pipelines cannot be compiled, or the output of a compiler process cannot be read.
 #[derive(Debug, thiserror::Error)]
 pub enum JudgeError {
+    #[error(transparent)]
+    Gpu(#[from] GpuError),
     #[error("{name}: {error}")]
     Assembly { name: String, error: IsaError },
     #[error(
         "it compiled {got:?}, where {expected:?} was expected: is it of another version of this program?"
     )]
     Other { got: String, expected: String },
+    #[error("there is no kernel {0}: is the process that asks of another version of this program?")]
+    Unknown(String),
+    #[error("there is no pipeline to compile")]
+    Nothing,
 }
 
 /// All pipelines of one compiler.
@@ -69,8 +85,8 @@ pub struct Pipeline {
     pub assembly: String,
 }
 
-/// Every pipeline of these sizes, each once.
-fn pipelines(shapes: &[Shape]) -> Vec<(&'static Shader, Vec<u32>)> {
+/// Every pipeline that models of these sizes may use, with any types and as any tuner chooses. Each is there once.
+pub fn pipelines(shapes: &[Shape]) -> Vec<Wanted> {
     let mut kinds: Vec<(LayerKind, u32, u32)> = Vec::new();
     for shape in shapes {
         let spec = shape.spec();
@@ -85,15 +101,14 @@ fn pipelines(shapes: &[Shape]) -> Vec<(&'static Shader, Vec<u32>)> {
             }));
         }
     }
-    let mut all: Vec<(&'static Shader, Vec<u32>)> = Vec::new();
-    for (layers, group, head_dim) in kinds {
-        for (shader, constants) in all_pipelines(layers, group, head_dim) {
-            if !all.iter().any(|(s, c)| s.name == shader.name && *c == constants) {
-                all.push((shader, constants));
-            }
-        }
-    }
+    each_once(kinds.into_iter().flat_map(|(layers, group, head_dim)| all_pipelines(layers, group, head_dim)))
+}
+
+/// These pipelines without repetitions, in the order of their names.
+fn each_once(pipelines: impl IntoIterator<Item = Wanted>) -> Vec<Wanted> {
+    let mut all: Vec<Wanted> = pipelines.into_iter().collect();
     all.sort_by(|(a, x), (b, y)| (a.name, x).cmp(&(b.name, y)));
+    all.dedup_by(|(a, x), (b, y)| (a.name, x) == (b.name, y));
     all
 }
 
@@ -101,39 +116,43 @@ fn pipelines(shapes: &[Shape]) -> Vec<(&'static Shader, Vec<u32>)> {
 /// a thousand.
 const PIPELINES_PER_PROCESS: usize = 400;
 
-/// The number of parts into which the pipelines of these sizes are divided.
-pub fn parts(shapes: &[Shape]) -> usize {
-    pipelines(shapes).len().div_ceil(PIPELINES_PER_PROCESS)
+/// The pipelines, as the processes that compile them are told: a list for each process.
+pub fn requests(wanted: &[Wanted]) -> impl Iterator<Item = Vec<Named>> {
+    wanted.chunks(PIPELINES_PER_PROCESS).map(|some| some.iter().map(Named::of).collect())
 }
 
-/// Compiles a part of the pipelines of these sizes on the device that the environment shows. The device's name contains
-/// `device`. `None` = there is no such part.
-pub fn compile(device: &str, shapes: &[Shape], part: usize) -> Result<Option<Compilation>, GpuError> {
+/// Compiles pipelines on the device that the environment shows. The device's name contains `device`.
+pub fn compile(device: &str, all: &[Named]) -> Result<Compilation, JudgeError> {
     // The shim under RADV 26 crashes after some 400 pipelines of one device.
     const PIPELINES_PER_DEVICE: usize = 40;
-    let compile_some = |some: &[(&'static Shader, Vec<u32>)]| {
+    let compile_some = |some: &[Named]| {
         let compiler = Compiler::open(device)?;
-        let text = |(shader, constants): &(&'static Shader, Vec<u32>)| {
-            let compiled = compiler.compile(shader, constants)?;
+        let text = |of: &Named| {
+            let shader = shaders::ALL.iter().find(|shader| shader.name == of.shader);
+            let shader = shader.ok_or_else(|| JudgeError::Unknown(of.shader.clone()))?;
+            let compiled = compiler.compile(shader, &of.constants)?;
             Ok(Text {
-                shader: shader.name.to_owned(),
-                constants: constants.clone(),
+                of: of.clone(),
                 subgroup_size: compiled.subgroup_size,
                 statistics: compiled.statistics,
                 assembly: compiled.assembly,
             })
         };
-        let texts = some.iter().map(text).collect::<Result<Vec<_>, GpuError>>()?;
+        let texts = some.iter().map(text).collect::<Result<Vec<_>, JudgeError>>()?;
         Ok((compiler.info.name.clone(), compiler.info.driver.clone(), texts))
     };
-    let all = pipelines(shapes);
-    let Some(all) = all.chunks(PIPELINES_PER_PROCESS).nth(part) else { return Ok(None) };
     let compiled = all.par_chunks(PIPELINES_PER_DEVICE).map(compile_some);
-    let compiled = compiled.collect::<Result<Vec<_>, GpuError>>()?;
-    let (device, driver, _) = compiled.first().expect("there are pipelines");
+    let compiled = compiled.collect::<Result<Vec<_>, JudgeError>>()?;
+    let (device, driver, _) = compiled.first().ok_or(JudgeError::Nothing)?;
     let (device, driver) = (device.clone(), driver.clone());
     let pipelines = compiled.into_iter().flat_map(|(_, _, texts)| texts).collect();
-    Ok(Some(Compilation { device, driver, pipelines }))
+    Ok(Compilation { device, driver, pipelines })
+}
+
+impl Named {
+    fn of((shader, constants): &Wanted) -> Named {
+        Named { shader: shader.name.to_owned(), constants: constants.clone() }
+    }
 }
 
 impl Compilation {
@@ -144,26 +163,26 @@ impl Compilation {
 }
 
 impl Judge {
-    /// Reads the output of another process of this program, which compiled for these sizes.
+    /// Reads the output of other processes of this program, which compiled these pipelines.
     pub fn read(
         compiler: &'static str,
         compilation: Compilation,
-        shapes: &[Shape],
+        wanted: &[Wanted],
     ) -> Result<Judge, JudgeError> {
         let Compilation { device, driver, pipelines: texts } = compilation;
-        let expected = pipelines(shapes);
-        let names =
-            |text: Option<&Text>| text.map_or("nothing".into(), |t| pipeline_name(&t.shader, &t.constants));
-        if texts.len() > expected.len() {
-            let got = names(texts.get(expected.len()));
+        let names = |text: Option<&Text>| {
+            text.map_or("nothing".into(), |text| pipeline_name(&text.of.shader, &text.of.constants))
+        };
+        if texts.len() > wanted.len() {
+            let got = names(texts.get(wanted.len()));
             return Err(JudgeError::Other { got, expected: "nothing".into() });
         }
         let mut texts = texts.into_iter();
-        let mut all = Vec::with_capacity(expected.len());
-        for (shader, constants) in expected {
+        let mut all = Vec::with_capacity(wanted.len());
+        for pipeline in wanted {
+            let (shader, constants) = (pipeline.0, pipeline.1.clone());
             let name = pipeline_name(shader.name, &constants);
-            let Some(text) = texts.next().filter(|t| t.shader == shader.name && t.constants == constants)
-            else {
+            let Some(text) = texts.next().filter(|text| text.of == Named::of(pipeline)) else {
                 return Err(JudgeError::Other { got: names(texts.as_slice().first()), expected: name });
             };
             let Text { subgroup_size, statistics, assembly, .. } = text;
@@ -212,28 +231,23 @@ mod tests {
     use super::*;
     use crate::model::arch;
 
-    fn all_shapes() -> Vec<Shape> {
-        arch::shapes().collect()
+    fn wanted() -> Vec<Wanted> {
+        pipelines(&arch::shapes().collect::<Vec<_>>())
     }
 
     fn compiled() -> Compilation {
-        let text = |(shader, constants): (&Shader, Vec<u32>)| Text {
-            shader: shader.name.into(),
-            constants,
+        let text = |wanted: &Wanted| Text {
+            of: Named::of(wanted),
             subgroup_size: 64,
             statistics: vec![("Subgroups per SIMD".into(), 20), ("Spilled VGPRs".into(), 1)],
             assembly: "BB1:\n\tv_fma_f32 v1, v2, v3, v4\n\ts_cbranch_scc1 BB1\n".into(),
         };
-        Compilation {
-            device: "d".into(),
-            driver: "v".into(),
-            pipelines: pipelines(&all_shapes()).into_iter().map(text).collect(),
-        }
+        Compilation { device: "d".into(), driver: "v".into(), pipelines: wanted().iter().map(text).collect() }
     }
 
     #[test]
     fn what_another_process_compiled_is_read() {
-        let judge = Judge::read("c", compiled(), &all_shapes()).unwrap();
+        let judge = Judge::read("c", compiled(), &wanted()).unwrap();
         let pipeline = &judge.pipelines[0];
         assert_eq!((pipeline.wave32_per_simd(), pipeline.waves_per_simd(), pipeline.spills()), (20, 10, 1));
         let heads = |name: &str| judge.pipelines.iter().any(|p| p.name() == name);
@@ -248,18 +262,16 @@ mod tests {
     fn what_another_version_compiled_is_refused() {
         let mut fewer = compiled();
         fewer.pipelines.pop();
-        assert!(
-            Judge::read("c", fewer, &all_shapes()).unwrap_err().to_string().contains("\"nothing\", where")
-        );
+        assert!(Judge::read("c", fewer, &wanted()).unwrap_err().to_string().contains("\"nothing\", where"));
         let mut more = compiled();
         more.pipelines.push(more.pipelines[0].clone());
-        assert!(Judge::read("c", more, &all_shapes()).unwrap_err().to_string().contains("where \"nothing\""));
+        assert!(Judge::read("c", more, &wanted()).unwrap_err().to_string().contains("where \"nothing\""));
         let mut other = compiled();
-        other.pipelines[3].constants.push(7);
-        assert!(Judge::read("c", other, &all_shapes()).unwrap_err().to_string().contains("was expected"));
+        other.pipelines[3].of.constants.push(7);
+        assert!(Judge::read("c", other, &wanted()).unwrap_err().to_string().contains("was expected"));
         let mut empty = compiled();
         empty.pipelines[3].assembly.clear();
-        assert!(Judge::read("c", empty, &all_shapes()).unwrap_err().to_string().contains("no instructions"));
+        assert!(Judge::read("c", empty, &wanted()).unwrap_err().to_string().contains("no instructions"));
     }
 
     #[test]

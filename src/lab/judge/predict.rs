@@ -11,7 +11,7 @@ use serde::Serialize;
 use serde_json::{Value, json};
 
 use super::work::{PaperModel, StepDispatches, Types, tower_request};
-use super::{Judge, Pipeline, pipeline_name};
+use super::{Judge, Pipeline, Wanted, each_once, pipeline_name};
 use crate::cli::error::Error;
 use crate::lab::assembly::Counts;
 use crate::lab::cost::{self, Body, Dispatch, Drawn, KEYS, Keys};
@@ -438,6 +438,12 @@ pub struct RecordedSteps {
     what: String,
     tokens: u64,
     steps: Vec<Vec<StepDispatches>>,
+}
+
+/// The pipelines that recorded steps dispatch, each once.
+pub fn pipelines(recorded: &[RecordedSteps]) -> Vec<Wanted> {
+    let works = recorded.iter().flat_map(|steps| steps.steps.iter().flatten());
+    each_once(works.map(|work| (work.dispatch.shader, work.dispatch.constants.clone())))
 }
 
 impl RecordedSteps {
