@@ -18,9 +18,12 @@ in the environment, so tests in any language can use the table:
 """
 
 import hashlib
+import json
 import os
+import re
 import shutil
 import subprocess
+import sys
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -116,6 +119,25 @@ def machine_driver(name):
     """The manifest of an installed driver. Some distributions put the architecture into its name."""
     paths = [Path(f"/usr/share/vulkan/icd.d/{name}_icd{architecture}.json") for architecture in ("", ".x86_64", ".aarch64")]
     return next((path for path in paths if path.exists()), paths[0])
+
+
+def llvm_release(manifest):
+    """The release of LLVM with which the driver of a manifest compiles. None = it uses none, or does not load."""
+    try:
+        library = json.loads(manifest.read_text())["ICD"]["library_path"]
+    except (OSError, ValueError, KeyError):
+        return None
+    # A name without a folder is for the system's search path.
+    path = manifest.parent / library if "/" in library else library
+    loaded = "import ctypes, sys; ctypes.CDLL(sys.argv[1]); print(open('/proc/self/maps').read())"
+    maps = subprocess.run([sys.executable, "-c", loaded, str(path)], capture_output=True, text=True, check=False).stdout
+    return release_of_llvm(maps)
+
+
+def release_of_llvm(maps):
+    """Debian's libraries are libLLVM-15.so.1 and libLLVM.so.19.1."""
+    found = re.search(r"/libLLVM(?:-|\.so\.)(\d+)", maps)
+    return int(found[1]) if found else None
 
 
 def lavapipe_26(name, description, subgroup):

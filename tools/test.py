@@ -24,8 +24,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import devices
 import on_devices
-from devices import DevicesError
 from scaling import haproxy_path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -34,11 +34,12 @@ SKIP_LOG = CACHE / "skips.log"
 # lavapipe runs a dispatch in the submitting thread instead of its own threads: small models are twice as fast, and
 # tests run in parallel anyway. `devices` uses lavapipe's threads.
 LAVAPIPE = {"LP_NUM_THREADS": "0"}
-# lavapipe uses vectors of 128 bits, outside of `devices`: compared with its native 256 bits on an AMD EPYC, LLVM 15 compiles
-# the kernels of a small model in 10.7 s instead of 17.4 s, and a run takes 3.0 s instead of 2.2 s. With LLVM 19, as in
-# Debian 13, wider vectors abort the process for a shader that emulates the matrix products of subgroups, which only tests
-# use ("Cannot emit physreg copy instruction", on processors with AVX-512).
+# With LLVM 19, as in Debian 13, lavapipe's native vectors of 256 bits abort the process for a shader that emulates the
+# matrix products of subgroups, which only tests use ("Cannot emit physreg copy instruction", on processors with AVX-512).
+# From that release on, lavapipe uses vectors of 128 bits, outside of `devices`. With them, tests of models take a quarter
+# longer (LLVM 15, AMD EPYC).
 NARROW_VECTORS = {"LP_NATIVE_VECTOR_WIDTH": "128"}
+NARROW_FROM_LLVM = 19
 VENV = ROOT / ".venv"
 CLIENTS = ROOT / "tests/clients"
 CLIENT_MODULES = ROOT / ".cache/clients/node"
@@ -292,7 +293,7 @@ def devices_all():
     run(BUILD)
     try:
         return of_devices(on_devices.all_devices(run_on_device))
-    except DevicesError as error:
+    except devices.DevicesError as error:
         return Result(failures=[f"all-devices: {error}"])
 
 
@@ -307,7 +308,7 @@ def of_devices(rows):
                 show(f"{device.name}, {suite}: {cell.text()}\n")
                 result.passed += cell.passed
                 result.failures += [f"{device.name}: {failure}" for failure in cell.failures]
-    except DevicesError as error:
+    except devices.DevicesError as error:
         result.failures.append(f"devices: {error}")
     return result
 
@@ -631,8 +632,10 @@ def main(names):
     if unknown:
         sys.exit(f"test: unknown part {unknown[0]!r}; the parts are {', '.join(parts)}")
     os.environ.setdefault("MESA_SHADER_CACHE_DIR", str(ROOT / ".cache/mesa"))
-    for name, value in NARROW_VECTORS.items():
-        os.environ.setdefault(name, value)
+    llvm = devices.llvm_release(devices.LAVAPIPE)
+    if llvm is None or llvm >= NARROW_FROM_LLVM:
+        for name, value in NARROW_VECTORS.items():
+            os.environ.setdefault(name, value)
     if os.environ.get("CI") == "true" or not sys.stdout.isatty():
         os.environ.update(CARGO_TERM_PROGRESS_WHEN="never", CARGO_TERM_COLOR="never")
     CACHE.mkdir(parents=True, exist_ok=True)

@@ -153,6 +153,16 @@ class Choice(unittest.TestCase):
             "env", "MESA26_DEVICE=lavapipe", "LP_NATIVE_VECTOR_WIDTH=512", str(ROOT / "tools/with_mesa26.sh"), "unicorn", "devices",
         ])
 
+    def test_the_llvm_of_a_driver_is_known_by_the_library_that_it_loads(self):
+        self.assertEqual(devices.release_of_llvm("7f00-7f01 r-xp 0 08:01 5 /lib/x86_64-linux-gnu/libLLVM-15.so.1\n"), 15)
+        self.assertEqual(devices.release_of_llvm("7f00-7f01 r-xp 0 08:01 5 /usr/lib/libLLVM.so.19.1\n"), 19)
+        self.assertIsNone(devices.release_of_llvm("7f00-7f01 r-xp 0 08:01 5 /usr/lib/libc.so.6\n"))
+        self.assertIsNone(devices.llvm_release(ROOT / "no/manifest.json"))
+        with tempfile.TemporaryDirectory() as folder:
+            manifest = Path(folder) / "driver.json"
+            manifest.write_text('{"ICD": {"library_path": "./absent.so"}}')
+            self.assertIsNone(devices.llvm_release(manifest))
+
     def test_only_devices_that_compute_are_called_running(self):
         compiling = {name for name, device in devices.DEVICES.items() if not device.runs}
         self.assertEqual(compiling, {name for name in devices.DEVICES if name.startswith("radv")})
