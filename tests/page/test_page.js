@@ -456,6 +456,25 @@ const tests = {
     same(other.problems, [], "complaints");
   },
 
+  async text_before_a_pause_of_the_server_is_kept() {
+    const page = await open();
+    await isState(page, "ok");
+    // The stream of an answer whose text comes at once, and whose end does not come.
+    const line = `data: ${JSON.stringify(says("These words came early."))}\n\n`;
+    await page.evaluate((line) => {
+      const stream = () => new ReadableStream({ start: (control) => control.enqueue(new TextEncoder().encode(line)) });
+      const real = window.fetch;
+      window.fetch = (url, ...rest) => String(url).includes("completions") ? Promise.resolve(new Response(stream())) : real(url, ...rest);
+    }, line);
+    await ask(page, "What is the capital of France?");
+    const other = await openIn(page.context());
+    await until(() => other.locator("#conversations [data-act=open]").isVisible(), "the list of the other tab");
+    await other.click("#conversations [data-act=open]");
+    await until(async () => (await other.locator(".turn").last().innerText()).includes("These words came early."), "the text in the other tab");
+    same(await page.locator(".turn").last().getAttribute("data-state"), "writing", "the answer");
+    same([page.problems, other.problems], [[], []], "complaints");
+  },
+
   async an_answer_continues_while_another_conversation_is_shown() {
     const page = await open();
     await withoutEnd(page);

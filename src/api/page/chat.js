@@ -250,9 +250,9 @@ async function write(conversation, own) {
 
   const began = performance.now();
   const seen = {};
-  // A save writes all turns: pictures make it rarer, by a second for a megabyte.
+  // A save writes all turns: pictures make it rarer, a second for a megabyte.
   const pause = SAVE_EVERY_MS + conversations.sizeOf(conversation.turns) / 1000;
-  let saved = began;
+  let saving;
   try {
     // A question may come before the page has heard the model's name.
     const named = model || (await nameModel(own.signal));
@@ -264,14 +264,14 @@ async function write(conversation, own) {
       seen.usage = chunk.usage ?? seen.usage;
       const { content, reasoning_content: thought } = choice?.delta ?? {};
       if (!content && !thought) continue;
-      const now = performance.now();
-      seen.first ??= now - began;
+      seen.first ??= performance.now() - began;
       if (thought) turn.thought = (turn.thought ?? "") + thought;
       turn.text += content ?? "";
       draw();
-      if (now - saved < pause) continue;
-      saved = now;
-      keep(conversation);
+      saving ??= setTimeout(() => {
+        saving = undefined;
+        keep(conversation);
+      }, pause);
     }
     own.outcome = { state: "done", note: summary(seen) };
   } catch (error) {
@@ -280,8 +280,9 @@ async function write(conversation, own) {
     own.outcome = { state: stopped ? "stopped" : "failed", note };
   }
   draw.end();
+  clearTimeout(saving);
   Object.assign(turn, own.outcome);
-  // The user may reload or close the page as soon as the answer looks complete.
+  // A user may reload or close the page as soon as the answer looks complete.
   await Promise.race([keep(conversation), new Promise((resolve) => setTimeout(resolve, SAVE_WITHIN_MS))]);
   writing.delete(conversation);
   showWriting();
@@ -524,7 +525,7 @@ async function save(conversation) {
       await save(conversation);
       return;
     }
-    if (!conversation.isUnsaved) say(NOT_SAVED[why], "Export", () => onUnsaved(conversation)); // once, and not at every save
+    if (!conversation.isUnsaved) say(NOT_SAVED[why], "Export", () => onUnsaved(conversation)); // once, not at every save
     conversation.isUnsaved = true;
   }
 }
