@@ -572,7 +572,7 @@ PARTS = {
 }
 # Parts that run at the same time, because they mostly wait or use one processor, and `devices`, which uses the processors that
 # they leave. The tests of a lane run one after the other. `scaling` runs alone: it compares what two daemons do under load.
-LANES = [["clients"], ["devices", "page"], ["demo", "service", "npu", "tools"]]
+LANES = [["clients"], ["page"], ["devices", "demo", "service", "npu", "tools"]]
 # These parts take too long for every run, and the last one writes files.
 NAMED_ONLY = {
     "lm-eval": lm_eval, "openwebui": openwebui, "agents": agents, "all-devices": devices_all, "all-scaling": all_scaling,
