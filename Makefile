@@ -147,7 +147,7 @@ BUILD_TESTS := cargo build --locked --bins --examples --test suite
 
 test-clients: setup-test
 	$(BUILD_TESTS)
-	@python3 tools/test.py clients
+	@python3 tools/test.py clients document
 
 test-lm-eval: setup-test
 	$(BUILD_TESTS)

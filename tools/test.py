@@ -183,7 +183,7 @@ def unittest_result(name, status, output):
 
 def rust():
     """Unit tests, the integration suite and the documentation's examples. Also builds the server for `clients`,
-    `scaling`, `service` and `page`, and the examples for `npu`."""
+    `document`, `scaling`, `service` and `page`, and the examples for `npu`."""
     for script in ["fetch_real_tokenizer.sh", "fetch_smollm2.sh", "fetch_llama_cpp_files.sh"]:
         fetched, _ = run([str(ROOT / "tools" / script)], FETCH_SECONDS)
         if fetched not in (0, 3, 4, None):  # 3 and 4: the file is not available, so its tests are skipped
@@ -325,7 +325,6 @@ def client_packages():
         "LITELLM_PYTHON": python_with(CLIENTS / "requirements-litellm.txt", LITELLM) or "",
         "LLAMA_INDEX_PYTHON": python_with(CLIENTS / "requirements-llama-index.txt", LLAMA_INDEX) or "",
         "OPENAI_1_PYTHON": python_with(CLIENTS / "requirements-openai-1.txt", OPENAI_1) or "",
-        "SCHEMATHESIS_PYTHON": python_with(CLIENTS / "requirements-schemathesis.txt", SCHEMATHESIS) or "",
         "NODE_PATH": "",
     }
     lacks = node_lacks(CLIENTS, CLIENT_MODULES, "openai")
@@ -362,6 +361,19 @@ def clients():
     """Clients from the registries, and curl, with a real server. Tests whose packages are not available are skipped."""
     python, environment = fetched(client_packages)
     return counted("clients", *run([python, str(CLIENTS / "test_openai.py")], env=environment))
+
+
+def document_packages():
+    """The interpreter with schemathesis. None = its packages are not available."""
+    return python_with(CLIENTS / "requirements-schemathesis.txt", SCHEMATHESIS)
+
+
+def document():
+    """A real server and its OpenAPI document, compared by schemathesis. Without its packages, the part is skipped."""
+    python = fetched(document_packages)
+    if not python:
+        return Result(skipped=[("client-packages", "tests/clients/test_document.py")])
+    return counted("document", *run([python, str(CLIENTS / "test_document.py")]))
 
 
 def counted(name, status, output):
@@ -565,14 +577,14 @@ def pins(requirements):
     return re.findall(r"^([a-z0-9_-]+)(?:\[[a-z0-9,-]+\])?==(\S+)$", requirements, re.MULTILINE)
 
 
-# `clients`, `scaling`, `service` and `page` start the server that `rust` built, and `npu` uses its examples.
+# `clients`, `document`, `scaling`, `service` and `page` start the server that `rust` built, and `npu` uses its examples.
 PARTS = {
-    "rust": rust, "clients": clients, "demo": demo, "devices": devices_cheap, "page": page, "service": service, "npu": npu,
-    "tools": tools, "scaling": scaling,
+    "rust": rust, "clients": clients, "document": document, "demo": demo, "devices": devices_cheap, "page": page,
+    "service": service, "npu": npu, "tools": tools, "scaling": scaling,
 }
 # Parts that run at the same time, because they mostly wait or use one processor, and `devices`, which uses the processors that
 # they leave. The tests of a lane run one after the other. `scaling` runs alone: it compares what two daemons do under load.
-LANES = [["clients"], ["page"], ["devices", "demo", "service", "npu", "tools"]]
+LANES = [["clients"], ["page"], ["document", "devices", "demo", "service", "npu", "tools"]]
 # These parts take too long for every run, and the last one writes files.
 NAMED_ONLY = {
     "lm-eval": lm_eval, "openwebui": openwebui, "agents": agents, "all-devices": devices_all, "all-scaling": all_scaling,
@@ -643,7 +655,7 @@ def main(names):
     Path(os.environ["MESA_SHADER_CACHE_DIR"]).mkdir(parents=True, exist_ok=True)
 
     chosen = names or PARTS
-    for name, packages in {"clients": client_packages, "page": page_packages}.items():
+    for name, packages in {"clients": client_packages, "document": document_packages, "page": page_packages}.items():
         if "rust" in chosen and name in chosen:
             prefetch(packages)
     total, seconds = Result(), {}

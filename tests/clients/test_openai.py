@@ -4,8 +4,8 @@ serve` and the demo model.
 
 tools/test.py starts it with the interpreter of .venv. To run it alone: `.venv/bin/python tests/clients/test_openai.py`
 after `cargo build`. Prints one line per test and at the end `clients: N passed, N failed, N skipped`. If the package of
-a client is not installed, its tests are skipped and the others run. litellm, LlamaIndex, openai 1 and schemathesis need
-the interpreters LITELLM_PYTHON, LLAMA_INDEX_PYTHON, OPENAI_1_PYTHON and SCHEMATHESIS_PYTHON, which have these packages.
+a client is not installed, its tests are skipped and the others run. litellm, LlamaIndex and openai 1 need
+the interpreters LITELLM_PYTHON, LLAMA_INDEX_PYTHON and OPENAI_1_PYTHON, which have these packages.
 The packages openai and ollama for Node.js need NODE_PATH, their folder. Without these variables, their tests are
 skipped.
 """
@@ -756,7 +756,7 @@ def main():
             here = Path(__file__).parent
             # Interpreters of separate environments, and the sessions that run in them.
             pythons = [("LITELLM_PYTHON", "litellm_client"), ("LLAMA_INDEX_PYTHON", "llama_index_client"),
-                       ("OPENAI_1_PYTHON", "older_openai"), ("SCHEMATHESIS_PYTHON", "described")]
+                       ("OPENAI_1_PYTHON", "older_openai")]
             sessions = [(needs, session, [os.environ.get(needs), here / "session.py", session, server.url]) for needs, session in pythons]
             sessions += [("NODE_PATH", session, ["node", here / f"{session}.js", server.url]) for session in ["openai_node", "ollama_node"]]
             for needs, session, command in sessions:

@@ -1,0 +1,42 @@
+#!/usr/bin/env python3
+"""Compares `/openapi.json` with a real `unicorn serve` with the demo model (described.py).
+
+tools/test.py starts it, after `cargo build`, with an interpreter that has the packages of requirements-schemathesis.txt.
+Prints one line per test and at the end `document: N passed, N failed, N skipped`.
+"""
+
+import sys
+import tempfile
+
+import described
+from server import ROOT, Server
+from session import Report
+
+LOG = ROOT / ".cache/test/document.log"
+
+
+def ends(server):
+    assert server.stop() == 0
+
+
+def logged_no_error():
+    errors = [line for line in LOG.read_text().splitlines() if "ERROR" in line]
+    assert not errors, errors
+
+
+def main():
+    report = Report("document")
+    # With a folder for conversations, every route answers.
+    with tempfile.TemporaryDirectory() as conversations:
+        server = Server(LOG, UNICORN_KV_DISK_PATH=conversations)
+        try:
+            if report.attempt("the_server_starts", server.wait):
+                report.attempt_all(described.TESTS, server)
+        finally:
+            report.attempt("sigterm_ends_the_server", lambda: ends(server))
+            report.attempt("the_server_logged_no_error", logged_no_error)
+    return report.end()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
