@@ -21,7 +21,7 @@ use crate::tensor::Precision;
 /// A pipeline to compile: its shader, and the values of its constants.
 pub type Wanted = (&'static Shader, Vec<u32>);
 
-/// A [`Wanted`] by the shader's name, as the compiling process is told.
+/// A [`Wanted`] with its shader's name, which can be sent to the compiling process.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Named {
     shader: String,
@@ -116,7 +116,7 @@ fn each_once(pipelines: impl IntoIterator<Item = Wanted>) -> Vec<Wanted> {
 /// a thousand.
 const PIPELINES_PER_PROCESS: usize = 400;
 
-/// The pipelines, as the processes that compile them are told: a list for each process.
+/// The lists that the compiling processes receive: one for each process.
 pub fn requests(wanted: &[Wanted]) -> impl Iterator<Item = Vec<Named>> {
     wanted.chunks(PIPELINES_PER_PROCESS).map(|some| some.iter().map(Named::of).collect())
 }
