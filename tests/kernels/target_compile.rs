@@ -527,8 +527,7 @@ fn isa_follows_its_options() {
         predictions.iter().find(is_it).expect("predicted").clone()
     };
     let sum = |report: &Value, field: &str| -> f64 {
-        let lines = one(report, "batch 1")["lines"].as_array().expect("a list").clone();
-        lines.iter().map(|line| line[field].as_f64().expect("a figure")).sum()
+        lines_of(&one(report, "batch 1")).iter().map(|line| line[field].as_f64().expect("a figure")).sum()
     };
     let shapes = other["compilers"][0]["predictions"].as_array().expect("a list");
     assert!(shapes.iter().all(|p| p["shape"] == "gemma-3-4b"), "only the requested size");
@@ -581,7 +580,7 @@ fn predictions_exist_for_every_size_and_batch_and_add_up() {
     let chip = &report["chip"];
     for prediction in predictions {
         let f = |value: &Value| value.as_f64().expect("a figure");
-        let lines = prediction["lines"].as_array().expect("a list");
+        let lines = lines_of(prediction);
         let mut ms = f(&prediction["overhead_ms"]);
         for line in lines {
             let bytes = f(&line["weight_bytes"]) * f(&line["weight_reads"])
