@@ -62,6 +62,19 @@ class Report:
 
         self.attempt(f"{name}_reports_to_the_end", session)
 
+    def attempt_end(self, server):
+        """Ends a server, which must stop cleanly and have logged no error."""
+        def no_error():
+            errors = [line for line in server.logged().splitlines() if "ERROR" in line]
+            assert not errors, errors
+
+        def ends():
+            status = server.stop()
+            assert status == 0, f"exit status {status}"
+
+        self.attempt("sigterm_ends_the_server", ends)
+        self.attempt("the_server_logged_no_error", no_error)
+
     def end(self):
         """The exit status."""
         print(f"{self.name}: {self.passed} passed, {self.failed} failed, {self.skipped} skipped", flush=True)

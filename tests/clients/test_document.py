@@ -12,29 +12,17 @@ import described
 from server import ROOT, Server
 from session import Report
 
-LOG = ROOT / ".cache/test/document.log"
-
-
-def ends(server):
-    assert server.stop() == 0
-
-
-def logged_no_error():
-    errors = [line for line in LOG.read_text().splitlines() if "ERROR" in line]
-    assert not errors, errors
-
 
 def main():
     report = Report("document")
     # With a folder for conversations, every route answers.
     with tempfile.TemporaryDirectory() as conversations:
-        server = Server(LOG, UNICORN_KV_DISK_PATH=conversations)
+        server = Server(ROOT / ".cache/test/document.log", UNICORN_KV_DISK_PATH=conversations)
         try:
             if report.attempt("the_server_starts", server.wait):
                 report.attempt_all(described.TESTS, server)
         finally:
-            report.attempt("sigterm_ends_the_server", lambda: ends(server))
-            report.attempt("the_server_logged_no_error", logged_no_error)
+            report.attempt_end(server)
     return report.end()
 
 

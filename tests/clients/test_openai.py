@@ -765,8 +765,7 @@ def main():
                 else:
                     report.skip("client-packages", session)
     finally:
-        report.attempt("sigterm_ends_the_server", lambda: expect(server.stop(), 0))
-        report.attempt("the_server_logged_no_error", lambda: expect([l for l in LOG.read_text().splitlines() if "ERROR" in l], []))
+        report.attempt_end(server)
         conversations.cleanup()
     return report.end()
 
