@@ -19,6 +19,8 @@ from corpus import dialogue
 from corpus.holdout import is_held_out, is_held_out_sum, normalise
 
 ROOT = Path(__file__).resolve().parents[2]
+# A smaller sample would prove little.
+FEWEST_DIALOGUES = 500
 LENGTHS = [256, 512, 1024, 2048, 4096]
 SUM = re.compile(r"(\d+) ([-+*]) (\d+) = \d+\.", re.I)
 
@@ -29,6 +31,8 @@ def main():
     parser.add_argument("--dialogues", type=int, default=5000)
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
+    if args.dialogues < FEWEST_DIALOGUES:
+        parser.error(f"--dialogues {args.dialogues}: at least {FEWEST_DIALOGUES} are needed")
 
     questions = json.loads(Path(args.questions).read_text())
     prompts, sums, problems = {}, {}, []
