@@ -35,8 +35,12 @@ layout(constant_id = 0) const uint COLUMNS = 1;
 #define IN_F32
 #define WORKGROUP 32
 #include "lanes.glsl"
+#include "loads_on_cpu.glsl"
 layout(local_size_x = INVOCATIONS) in;
 const uint ROW_TILES = 1;
+// Invocations load single words (common/loads_on_cpu.glsl).
+#define ActivationBlocks ReadUints
+#define ActivationScales ReadUints
 #elif defined(IN_TILES)
 layout(local_size_x = 32, local_size_y = 8) in;
 layout(constant_id = 1) const uint HALVES = 1;

@@ -26,14 +26,18 @@ const uint IN_ORDER = 1, GATHERED = 2;
 #if defined(ON_CPU)
 #define WORKGROUP 32
 #include "lanes.glsl"
+#include "loads_on_cpu.glsl"
 layout(local_size_x = INVOCATIONS) in;
 const uint ROWS = TURNS;
+// Invocations load single activations (common/loads_on_cpu.glsl).
+#define ReadX ReadFloats
 // Number of splits that are processed together. With one column, all splits are processed together, so that the weights
 // are read in memory order.
 const uint TOGETHER = COLUMNS == 1 ? SPLITS : 1;
 #else
 layout(local_size_x = 32, local_size_y = SPLITS) in;
 const uint ROWS = 1;
+#define ReadX ReadVec4s
 const uint TOGETHER = 1;
 uint lane_of(uint) { return gl_LocalInvocationID.x; }
 #endif
@@ -41,7 +45,7 @@ uint lane_of(uint) { return gl_LocalInvocationID.x; }
 layout(push_constant, std430) uniform Push {
     Blocks blocks;
     Scales scales;
-    ReadVec4s x;
+    ReadX x;
     WriteFloats y;
     uint rows;
     uint cols;
@@ -78,6 +82,15 @@ uint x_row(uint column) {
 // The first tile of an expert's matrix.
 uint first_tile_of(uint expert) { return expert * ((rows + TILE_ROWS - 1) / TILE_ROWS); }
 
+// Four neighbouring activations; `at` is a multiple of 4.
+vec4 four_of_x(uint at) {
+#if defined(ON_CPU)
+    return all_four(x.at[at + own_of_four()]);
+#else
+    return x.at[at / 4];
+#endif
+}
+
 // The sums of an invocation; the unscaled contribution of one block; and the sums of the activations of that block.
 float acc[TOGETHER][ROWS][COLUMNS];
 float sum[ROWS][COLUMNS];
@@ -94,7 +107,7 @@ void add_four(uint i, uint first_token, uint k, bool all_there) {
     vec4 w[ROWS];
     [[unroll]] for (uint r = 0; r < ROWS; r++) w[r] = block_weights(block[r], i);
     [[unroll]] for (uint c = 0; c < COLUMNS; c++) {
-        vec4 v = x.at[(x_row(first_token + c) * x_stride + k) / 4];
+        vec4 v = four_of_x(x_row(first_token + c) * x_stride + k);
         // Memory beyond the row holds another row or undefined values. They are replaced by 0, since 0 * NaN is NaN.
         if (!all_there) v = within(v, k, cols);
         [[unroll]] for (uint r = 0; r < ROWS; r++)
@@ -160,14 +173,16 @@ void main() {
     [[dont_unroll]] for (uint split = 0; split < SPLITS; split += TOGETHER) {
         clear_acc();
         [[dont_unroll]] for (uint first = split; first < blocks_per_row; first += SPLITS) {
+            // A `break` out of the unrolled loop would keep the sums in memory.
             [[unroll]] for (uint s = 0; s < TOGETHER; s++) {
                 const uint b = first + s;
-                if (b >= blocks_per_row) break;
-                load_block(tile, b, blocks_per_row, block);
-                if (b < whole)
+                if (b < whole) {
+                    load_block(tile, b, blocks_per_row, block);
                     add_whole(s, tile, b, first_token, blocks_per_row);
-                else
+                } else if (b < blocks_per_row) {
+                    load_block(tile, b, blocks_per_row, block);
                     add_last(s, tile, b, first_token, blocks_per_row);
+                }
             }
         }
         [[unroll]] for (uint s = 0; s < TOGETHER; s++)

@@ -6,6 +6,17 @@
 // Number of rows of an invocation.
 const uint ROWS = TURNS;
 
+// Block `at` of the activations. Each invocation unpacks the words that it loads.
+Activations activations_at(uint at) {
+    const uint own = 8 * at + own_of_four();
+    Activations a;
+    all_four(unpacked(x.at[own]), a.low);
+    all_four(unpacked(x.at[own + 4]), a.high);
+    return a;
+}
+
+uvec2 activation_scale_at(uint at) { return both(x_scales.at[2 * at + own_of_four() % 2]); }
+
 void main() {
     const Columns columns = own_columns();
     const uint first_token = columns.first, end_token = columns.end;
@@ -35,8 +46,8 @@ void main() {
             [[dont_unroll]] for (uint digit = 0; digit < 2; digit++) {
                 uint scale_bits = 0;
                 [[unroll]] for (uint c = 0; c < COLUMNS; c++) {
-                    const ActivationBlock a = x.at[at + rows_of_x[c]];
-                    const uvec2 scale = x_scales.at[at + rows_of_x[c]];
+                    const Activations a = activations_at(at + rows_of_x[c]);
+                    const uvec2 scale = activation_scale_at(at + rows_of_x[c]);
                     scale_bits |= scale.x;
                     [[unroll]] for (uint r = 0; r < ROWS; r++)
                         acc[r][c] = folded(w[r], a, abs(uintBitsToFloat(scale.x)), scale.y, s[r], acc[r][c]);

@@ -49,21 +49,30 @@ void unpack_units(inout Weights w) {
 #endif
 }
 
-// Adds four products of packed integers to `sum`.
+// Adds four products of integers to `sum`.
 #if defined(IN_F32)
 #define SUM float
-float add_four(uint w, uint a, float sum) {
-    [[unroll]] for (int i = 0; i < 4; i++)
-        sum = fma(float(bitfieldExtract(int(w), 8 * i, 8)), float(bitfieldExtract(int(a), 8 * i, 8)), sum);
-    return sum;
+// A block of activations as numbers.
+struct Activations {
+    vec4 low[4];
+    vec4 high[4];
+};
+vec4 unpacked(uint word) {
+    const int q = int(word);
+    return vec4(bitfieldExtract(q, 0, 8), bitfieldExtract(q, 8, 8), bitfieldExtract(q, 16, 8), q >> 24);
+}
+float add_four(uint w, vec4 a, float sum) {
+    const vec4 four = unpacked(w);
+    return fma(four.w, a.w, fma(four.z, a.z, fma(four.y, a.y, fma(four.x, a.x, sum))));
 }
 #else
 #define SUM int
+#define Activations ActivationBlock
 int add_four(uint w, uint a, int sum) { return sum + dotPacked4x8EXT(int(w), int(a)); }
 #endif
 
 // Adds to `d` the dot product of unit `u` of the weights and its part of a block of activations.
-int dot_unit(uvec4 w, ActivationBlock a, uint u, int d) {
+int dot_unit(uvec4 w, Activations a, uint u, int d) {
     SUM sum = SUM(d);
 #if defined(WEIGHT_INT4)
     [[unroll]] for (uint j = 0; j < 4; j++) {
@@ -71,14 +80,13 @@ int dot_unit(uvec4 w, ActivationBlock a, uint u, int d) {
         sum = add_four(w[j] >> 4 & 0x0f0f0f0fu, a.high[j], sum);
     }
 #else
-    const uvec4 part = u == 0 ? a.low : a.high;
-    [[unroll]] for (uint j = 0; j < 4; j++) sum = add_four(w[j], part[j], sum);
+    [[unroll]] for (uint j = 0; j < 4; j++) sum = add_four(w[j], u == 0 ? a.low[j] : a.high[j], sum);
 #endif
     return int(sum);
 }
 
 // Adds the contribution of a block to `acc`.
-float folded(Weights w, ActivationBlock a, float scale, uint a_sums, vec2 s[UNITS], float acc) {
+float folded(Weights w, Activations a, float scale, uint a_sums, vec2 s[UNITS], float acc) {
     // Stored integers are too large by BIAS. The sums of the activations correct the dot products for that.
     const int correction = BIAS / 8 * sum_by_minus_8(a_sums);
 #if defined(WEIGHT_INT4)
