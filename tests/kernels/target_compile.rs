@@ -485,10 +485,13 @@ fn gpus_related_to_the_780m_are_analyzed_too() {
     if reports_for_780m().is_none() {
         return skip("radv");
     }
-    // `make test` analyzes for one of them.
-    let devices = if wants_all("UNICORN_TEST_KERNELS") { &["gfx1151", "gfx1150"][..] } else { &["gfx1151"] };
+    // `make test` analyzes the kernels of a prediction for one of them.
+    let (devices, of): (&[&str], &[&str]) = match wants_all("UNICORN_TEST_KERNELS") {
+        true => (&["gfx1151", "gfx1150"], &[]),
+        false => (&["gfx1151"], &["--used"]),
+    };
     for device in devices {
-        let report = printed_json(isa(device, &["--shape", "gemma-3-270m"]));
+        let report = printed_json(isa(device, &[&["--shape", "gemma-3-270m"], of].concat()));
         for compiler in report["compilers"].as_array().expect("a list") {
             for pipeline in compiler["pipelines"].as_array().expect("a list") {
                 let (name, total) = (&pipeline["name"], &pipeline["total"]);
