@@ -647,12 +647,11 @@ def main(names):
     unknown = [name for name in names if name not in parts]
     if unknown:
         sys.exit(f"test: unknown part {unknown[0]!r}; the parts are {', '.join(parts)}")
-    os.environ.setdefault("MESA_SHADER_CACHE_DIR", str(ROOT / ".cache/mesa"))
-    os.environ.update(NO_BACKTRACES_OF_ERRORS)
     llvm = devices.llvm_release(devices.LAVAPIPE)
-    if llvm is None or llvm >= NARROW_FROM_LLVM:
-        for name, value in NARROW_VECTORS.items():
-            os.environ.setdefault(name, value)
+    is_narrow = llvm is None or llvm >= NARROW_FROM_LLVM
+    defaults = {"MESA_SHADER_CACHE_DIR": str(ROOT / ".cache/mesa"), **NO_BACKTRACES_OF_ERRORS, **(NARROW_VECTORS if is_narrow else {})}
+    for name, value in defaults.items():
+        os.environ.setdefault(name, value)
     if os.environ.get("CI") == "true" or not sys.stdout.isatty():
         os.environ.update(CARGO_TERM_PROGRESS_WHEN="never", CARGO_TERM_COLOR="never")
     CACHE.mkdir(parents=True, exist_ok=True)
